@@ -187,7 +187,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _looking() -> AbstractContextManager[None]:
-    """Allow a command that only reads runs to open colleagues' runs, if both they and this user share theirs."""
+    """Allow a command that only reads runs to open colleagues' runs, if colleagues and this user share runs."""
     from muster.jobs.basics.ownership import looking
 
     def shares() -> bool:

@@ -212,7 +212,7 @@ def _number(kind: type[int] | type[float], largest: float, digits: str) -> int |
 
 
 def _has_long_number(text: str) -> bool:
-    """Return True if a number may exceed MOST_DIGITS digits. Such a number fills a block of half that length."""
+    """Return True if a number may exceed MOST_DIGITS digits: one of the blocks of half that length has only digits."""
     block = MOST_DIGITS // 2
     return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
 

@@ -1,7 +1,8 @@
 """Commit a checkpoint: wait for every writer's `.ok`, check that no newer attempt has begun, then rename one file.
 
-No collective or process group is needed, because the `.ok` files are the votes. The writer of rank 0 commits. If it
-dies after the last `.ok`, the supervisor commits instead (`roll_forward`). Both write the same bytes.
+No collective or process group is needed, because each writer's `.ok` file shows that its shard is complete. The writer
+of rank 0 commits. If it dies after the last `.ok`, the supervisor commits instead (`roll_forward`). Both write the same
+bytes.
 """
 
 import contextlib

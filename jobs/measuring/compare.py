@@ -186,7 +186,7 @@ def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | No
 
 
 def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[RowVerdict[Any]]:
-    """Judge a family of rows by Holm's procedure: the chance of any false better or worse is at most `alpha`."""
+    """Judge a family of rows by Holm's procedure: the chance of a false "better" or "worse" is at most `alpha`."""
     count = len(family)
     tests = [sides.test(alpha / count) for sides in family]
     margins = [sides.margin(drift) for sides in family]

@@ -76,7 +76,7 @@ Shift = RankTest | MeanTest
 
 
 def paired_ranks(differences: Sequence[float]) -> RankTest:
-    """Test differences by their signed ranks, using the Walsh averages: the means of all pairs, also of (x, x)."""
+    """Test differences by their signed ranks, using Walsh averages: the means of all pairs, including (x, x)."""
     return RankTest(
         tuple(sorted((first + second) / 2 for i, first in enumerate(differences) for second in differences[i:])),
         (len(differences),),
@@ -160,7 +160,7 @@ def _cumulated(sizes: tuple[int, ...]) -> list[float]:
 
 
 def _signed(n: int) -> list[int]:
-    """Count, for each sum, the sets of ranks 1..n that have this sum."""
+    """Return, for each possible sum, the number of subsets of the ranks 1..n that add up to it."""
     counts = [1] + [0] * (n * (n + 1) // 2)
     for rank in range(1, n + 1):
         for total in range(len(counts) - 1, rank - 1, -1):

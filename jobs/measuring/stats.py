@@ -1,10 +1,10 @@
 """Describe samples without assuming a distribution: quantiles, and a confidence interval of the median. Pure Python.
 
 The interval is that of order statistics, exact for every continuous distribution of independent samples. The number of
-samples below the median is binomial(n, 1/2). So the l-th smallest and the l-th largest enclose the median with the
-probability that this number is at least l and at most n - l (David & Nagaraja, Order Statistics, 7.1; an approximation
-is in Hoefler & Belli, SC'15, rule 5). With five samples or fewer, even the smallest and the largest do not reach 95 %.
-`confidence_of` returns their actual confidence.
+samples below the median is binomial(n, 1/2). If this number is at least l and at most n - l, the l-th smallest and the
+l-th largest enclose the median. The probability of that is the confidence of the interval (David & Nagaraja, Order
+Statistics, 7.1; an approximation is in Hoefler & Belli, SC'15, rule 5). With five samples or fewer, even the smallest
+and the largest do not reach 95 %. `confidence_of` returns their actual confidence.
 """
 
 import math
@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> float:
 
 @lru_cache(maxsize=4096)
 def _low_place(n: int, confidence: float) -> int:
-    """Return the largest l, from 1, so that the l-th smallest and l-th largest of n values enclose the median."""
+    """Return the largest l at which the l-th smallest and largest of n values have enough confidence."""
     low = (n + 1) // 2
     between = math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
     while between < confidence and low > 1:

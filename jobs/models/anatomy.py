@@ -1,4 +1,4 @@
-"""The anatomy of a model: its tensors, and the work and kept activations of each part. Torch-free.
+"""The anatomy of a model: its tensors, and each part's work and activations kept for the backward. Torch-free.
 
     parts of VGG    conv1 norm1 relu1 pool1 conv2 ...  resize flatten fc1 relu14 fc2 relu15 head
     parts of GPT    embed  block1: norm1 query key value attention output norm2 up gelu down  block2 ...  norm head

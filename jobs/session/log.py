@@ -4,8 +4,8 @@
     metrics.jsonl                     every step of the run: `samples` and `tokens` are summed over the ranks, all other
                                       values averaged; rank 0's own values if the ranks logged different names
 
-Rows are written when the ranks meet (`loop.py`). Until then logged values are only collected in a list. Tensors are
-read all at once at the meeting, so that no step waits for a device.
+Rows are written when the ranks synchronize (`loop.py`). Until then logged values are only collected in a list. All
+tensors are read together at that time, so that no step waits for a device.
 """
 
 import logging
@@ -41,7 +41,7 @@ class LoggedStep:
 
 @dataclass
 class News:
-    """The run's rows for the steps since the last meeting of the ranks."""
+    """The run's rows for the steps since the last synchronization of the ranks."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 

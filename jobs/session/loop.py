@@ -1,12 +1,13 @@
-"""The loop of a session: count steps, meet periodically, save, and stop all ranks after the same step.
+"""The loop of a session: count steps, synchronize periodically, save, and stop all ranks after the same step.
 
     before a step    stop here if the agent has requested it
     a step           the program's own code
-    a meeting        after the first step, then every MEET_S seconds, and when a save is due: all ranks exchange their
-                     logged values, whether to save, whether any rank was asked to stop, and the next meeting's step
+    synchronize      after the first step, then every MEET_S seconds, and when a save is due: all ranks exchange their
+                     logged values, requests to save or stop, and the step of the next synchronization
 
-Rank 0 alone chooses the step of the next meeting, so all ranks meet after the same steps. An agent stops its ranks
-through the page that it shares with them (`jobs/node/page.py`). Ranks without an agent stop at a meeting.
+Rank 0 alone chooses the step of the next synchronization, so all ranks synchronize after the same steps. An agent stops
+its ranks through the page that it shares with them (`jobs/node/page.py`). Ranks without an agent stop at a
+synchronization.
 """
 
 import sys
@@ -136,7 +137,7 @@ class Loop:
         self._began_s = time.monotonic()
 
     def step_done(self) -> None:
-        """Record the end of a step. It is a collective if the ranks meet after this step."""
+        """Record the end of a step. This is a collective if the ranks synchronize after this step."""
         self._count(self.done + 1)
         if self.done in (self._next, self.steps) or self.saving.is_due(self.done):
             self.meet()
@@ -195,7 +196,7 @@ class Loop:
             self.stop(code)
 
     def _choose_next(self) -> int:
-        """Propose the step of the next meeting, from the speed since the last one. Rank 0's proposal is used."""
+        """Propose the step of the next synchronization, from the recent speed. Rank 0's proposal is used."""
         now = time.monotonic()
         step_s = (now - self._met_s) / max(self.done - self._met, 1)
         self._met, self._met_s = self.done, now

@@ -306,7 +306,7 @@ def conflict(settings: TrainRules) -> str | None:
 
 @dataclass(frozen=True)
 class KeyReader:
-    """One row of READERS: a key, a function that tells if a job reads it, and a phrase that names such jobs."""
+    """One row of READERS: a key, a function that returns whether a job reads it, and a phrase that names such jobs."""
 
     key: tuple[str, ...]
     reads: Callable[[TrainRules], bool]

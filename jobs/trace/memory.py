@@ -75,7 +75,7 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
 def _unchanged(
     before: Iterable[HeldStorage], after: Iterable[HeldStorage], events: Iterable[MemoryEvent]
 ) -> Iterable[HeldStorage]:
-    """Return the state in both lists, except storages whose address was allocated again in between."""
+    """Return the storages that are in both lists, except those whose address was allocated again meanwhile."""
     allocated = {each.address for each in events if each.bytes > 0}
     return (each for each in {*before} & {*after} if each.address not in allocated)
 

@@ -8,7 +8,7 @@
 
 The definition is that of Holistic Trace Analysis (`get_comm_comp_overlap`). This module also computes the ratio for
 each step, and for CPUs, which HTA does not support. By default HTA omits the last step of a trace and rounds the bounds
-of kernels inwards to whole microseconds. That shortens brief kernels, so results can differ by a percent.
+of kernels inwards to whole microseconds. The rounding shortens brief kernels, so results can differ by a percent.
 
 On CUDA, NCCL's kernels are communication, and every other kernel on any stream is computation. Copies and memsets are
 neither. A kernel belongs to the step in which the host launched it.

@@ -1,6 +1,6 @@
-"""Compare two tensors that should be equal: are they bitwise equal, and if not, how far apart are they?
+"""Compare two tensors that should be equal: bitwise, and by their distance.
 
-A mode belongs to one of three classes, which demand the following of every step:
+Every mode belongs to one of three classes, which define the comparison of every step:
 
   bitwise  Mode and reference train independently. Gradients, parameters, buffers, losses and output have the same bits.
   tight    The mode sums the same gradients in another order, so its sums may be off by rounding. How far such an error
@@ -9,17 +9,17 @@ A mode belongs to one of three classes, which demand the following of every step
            gradient, compares, and then steps with the mode's gradient. Gradients must lie within the bound below;
            everything else must have the same bits.
   near     The mode also sums in another order within the forward and backward, so that nothing before the optimizer has
-           the same bits. The reference follows. Gradients, losses and output must lie within the rounding error that
-           `rounding.py` measures from that state, plus the bound below for gradients; everything else must have the
-           same bits.
+           the same bits. The reference follows the mode here, too. Gradients, losses and output must lie within the
+           rounding error that `rounding.py` measures from that state, plus the bound below for gradients; everything
+           else must have the same bits.
 
-The bound: a sum of V numbers (V is the number of virtual ranks), divided before or after, has at most V rounding
-errors, each at most eps times the sum of the magnitudes. Two orders differ by at most 2 V eps m, where m is the largest
-element of the mean over shards of |gradient|. With clipping the norms differ too, relatively by at most
-2 V eps |m|_2 / |g|_2. eps is that of the gradients' dtype, or of the communication dtype if that is coarser. The bound
-for fp64 is 5e8 times tighter than for fp32; communication in bf16 makes it 65536 times looser. Rounding to a dtype with
-a small exponent range also loses up to its smallest number (6e-8 in fp16) per value. Reports show the distance after
-independent training as drift.
+The bound for gradients: let V be the number of virtual ranks. A sum of V numbers, divided before or after summing, has
+at most V rounding errors. Each error is at most eps times the sum of the magnitudes. Two orders of summation differ by
+at most 2 V eps m, where m is the largest element of the mean over shards of |gradient|. With clipping the norms differ
+too, relatively by at most 2 V eps |m|_2 / |g|_2. Here eps belongs to the gradients' dtype, or to the communication
+dtype if that is coarser. The bound for fp64 is 5e8 times tighter than for fp32; communication in bf16 makes it 65536
+times looser. Rounding to a dtype with a small exponent range also loses up to its smallest number (6e-8 in fp16) per
+value. Reports show the distance after independent training as drift.
 """
 
 from dataclasses import asdict, dataclass

@@ -26,7 +26,7 @@ BLOCK_SAMPLES: Final = 64
 class Evaluation:
     """Mean loss over the evaluation samples, and a second metric: accuracy, or perplexity for tokens.
 
-    `figure` names the second metric. It is "" with a user's own loss, which has no second metric.
+    `figure` names the second metric, or is "" for a user's own loss, which has none.
     """
 
     loss: float

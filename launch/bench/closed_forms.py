@@ -15,7 +15,7 @@ MOST_RINGS: Final = 4  # number of rings shown below a table of exchanges
 
 
 def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: float | None) -> dict[str, Any] | None:
-    """Return a ring's steps and bytes, its predicted time and, if given with --link, the latency and bandwidth."""
+    """Return the steps and bytes of a ring, its predicted time and, if --link is given, its latency and bandwidth."""
     from muster.collectives_bench.cost.closed import ring_of
 
     found = ring_of(operation, nbytes, ranks)

@@ -61,7 +61,7 @@ def check(grid: BenchGrid, output: Output) -> None:
 
 
 def prepare_worlds(grid: BenchGrid) -> list[PreparedWorld]:
-    """Prepare a run for each world before any run starts. A refused world keeps its refusal instead of a run.
+    """Prepare a run for each world before any run starts. A refused world has an error in place of a run.
 
     Raises:
         UsageError, JobFileError: if the command line or the job file is wrong.

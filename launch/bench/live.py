@@ -57,7 +57,7 @@ class CollectivesView(View):
 
     @property
     def launch(self) -> int:
-        """The current launch, counted from 0: the newest that has a record, or the next if that one is complete."""
+        """The number of the current launch, from 0: the newest with a record, or the next one if that is complete."""
         if not self.cells:
             return max((pair.launch for pair in self.pairs), default=0)
         newest = max(self._done, default=0)
@@ -92,7 +92,7 @@ class CollectivesView(View):
         return statistics.median(found) if found else None
 
     def state(self, cell: BenchCell) -> str:
-        """Return the state of the cell's last failed block, "ok" if no block failed, or "" if none is done."""
+        """Return the state of the cell's last failed block, "ok" if no block failed, or "" before its first block."""
         return self._states.get(cell, "")
 
     def line_of(self, record: Record) -> str | None:
@@ -127,7 +127,7 @@ class CollectivesView(View):
         return f"launch {pair.launch + 1} of {self.launches}: {counted(len(alike), 'pair')}"
 
     def table(self, width: int) -> "Group | None":
-        """Return the medians so far: one line per operation and way, and as many columns of sizes as fit."""
+        """Return the medians so far: one line per operation and its variant, and as many columns of sizes as fit."""
         from rich import box
         from rich.console import Group
         from rich.table import Table

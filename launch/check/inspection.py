@@ -158,7 +158,7 @@ class Inspection:
         self._look(node)
 
     def _bound(self, message: Prepared) -> None:
-        """Node 0 has bound the port: ask every connected node to reach it; the others are asked when they connect."""
+        """Ask every connected node to reach the port that node 0 has bound. Other nodes are asked when they connect."""
         answer = self.answers[0]
         try:
             address = self.context.placement.master_addr

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line per node. Lines printed by one call start the same run."""
+    """Print one line per node. All lines printed by one call start the same run."""
     from muster.launch.plan.program import replaced
     from muster.launch.submit.byhand import labelled, lines
     from muster.launch.submit.prepare import prepare

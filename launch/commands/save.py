@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(run: RunDir) -> RunState:
-    """Return the state of a run that can save now.
+    """Check that a run can save now, and return its state.
 
     Raises:
         RefusedError: if the job has no checkpoints, its program has opened no session, or the run has ended or has no

@@ -1,8 +1,8 @@
 """Read growing files line by line. Only offsets are kept, so a file may be replaced, truncated or created later.
 
 A file is read again from its start if it shrank, was replaced, or no longer contains the bytes read last (after
-logrotate's copytruncate, or when a rank reopens its log). An unfinished line from before is returned first. The hole in
-a capped log (`jobs/node/logcap.py`) is skipped.
+logrotate's copytruncate, or when a rank reopens its log). Before that, an unfinished line that was read earlier is
+returned. The hole in a capped log (`jobs/node/logcap.py`) is skipped.
 """
 
 import errno

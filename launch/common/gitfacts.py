@@ -53,7 +53,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def names(folder: Path, *options: str) -> list[str]:
-    """List the paths that `git ls-files` prints for a folder, without duplicates. A folder's path ends in a slash.
+    """List the paths that `git ls-files` prints for a folder, without duplicates. The path of a folder ends in a slash.
 
     Raises:
         GitError: as for `git`.

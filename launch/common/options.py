@@ -162,7 +162,7 @@ def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> Non
 
 
 def whole(option: str, *, least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number of at least `least`."""
+    """Return the argparse type of a whole number that is at least `least`."""
 
     def read(given: str) -> int:
         if (number := int(given)) < least:

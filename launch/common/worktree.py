@@ -160,7 +160,7 @@ def _add(found: Survey, name: str) -> None:
 
 
 def _outermost(names: Iterable[str], beyond: frozenset[str]) -> list[str]:
-    """Return the paths that are below no other path, including those of `beyond`."""
+    """Return the paths of `names` and `beyond`, except those that are below another one."""
     kept: list[str] = []
     for name in sorted({*(name.rstrip("/") for name in names), *beyond}, key=lambda name: name.split("/")):
         if not kept or not _is_below(name, (kept[-1],)):

@@ -13,7 +13,7 @@ UNDER: Final = "\n" + " " * 9  # starts a continuation line of a fact
 
 
 def attempt_lines(history: AttemptHistory, *, ended: str = "") -> list[str]:
-    """Format every attempt and the totals. `ended` is why the run is over, shown unless it repeats the last cause."""
+    """Format every attempt and the totals. `ended`, why the run is over, is omitted if it repeats the last cause."""
     lines = []
     for each in history.attempts:
         lines += [_head(each), *(f"  {what:7}{text.replace(NEWLINE, UNDER)}" for what, text in _facts(each))]

@@ -1,7 +1,7 @@
 """A fast reader of the ranks' metrics into arrays: a run of 10,000 steps on 64 ranks has 640,000 rows.
 
-Whole chunks of lines are decoded into typed rows. If a chunk contains an invalid line, such as a torn one, it is read
-again line by line with the rules of `launch/common/fields.py`.
+Whole chunks of lines are decoded into typed rows. If a chunk contains an invalid line, such as an incomplete one, the
+chunk is read again line by line with the rules of `launch/common/fields.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

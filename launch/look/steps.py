@@ -133,10 +133,10 @@ def _in_step(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
 
 
 def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
-    """Combine the rows of ranks that are never in the same step.
+    """Combine the rows of ranks that do not run the same step at the same time.
 
-    A row of the run has the time between two completed steps, to which parts of several ranks' steps belong. So the
-    parts of every step are set to their means over all rows of all ranks, times the number of ranks.
+    The time in a row of the run is that between two completed steps. In that time, each rank does a part of its own
+    work. So the times by phase in every row are set to the means over all rows of all ranks, times the number of ranks.
     """
     table = _with_units(read_rank(run.metrics))
     parts = [each for each in SUMS if each != COLUMN["rate"]]

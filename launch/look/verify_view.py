@@ -79,7 +79,7 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def verdict(record: Mapping[str, Any]) -> Text:
-    """Return PASS or FAIL, with the class, the reason, and the faults."""
+    """Return PASS or FAIL, with the class of exactness, the reason, and the faults."""
     rows = record["rows"]
     same = sum(row["bitwise"] for row in rows)
     passed = record["pass"]
@@ -97,7 +97,7 @@ def verdict(record: Mapping[str, Any]) -> Text:
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
-    """List the tensors beyond the bound of the class, one phrase per kind, and the ranks that differ."""
+    """List the tensors that exceed the bound, one phrase per kind, and the ranks that differ."""
     found = []
     for kind, phrase in KINDS.items():
         wrong = [row["name"] for row in record["rows"] if row["kind"] == kind and not row["ok"]]

@@ -176,7 +176,7 @@ class RankParentLink:
         await self._end_warm()
 
     async def _ends(self, hung_up: "asyncio.Future[None]") -> bool:
-        """Wait until the rank parent hangs up; return False if it is frozen: neither running nor waiting to run."""
+        """Wait until the rank parent closes the connection; return False if it is frozen (neither runs nor is runnable)."""
         for _ in range(TIMES):
             _, before = linux.signs_of_life(self._pid)
             await asyncio.wait([hung_up], timeout=END_S)

@@ -238,7 +238,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
 
 
 def job_for_ranks(job: Job) -> dict[str, Any]:
-    """Return the job as its ranks read it. Ranks in Muster's Python validate it again; those in the job's cannot."""
+    """Return the job as its ranks read it. Ranks validate it again, unless they run in the job's own Python."""
     return spelled(job) if job.kind == "train" else job.model_dump(mode="json", exclude_unset=True)
 
 

@@ -58,7 +58,7 @@ class Rows:
         return list(self.by_rank.values())
 
     def take(self, row: dict[str, Any]) -> None:
-        """Process the next row. Only an `ended` row ends the run; other rows end an attempt."""
+        """Process the next row. Only an `ended` row means that the run has ended; other rows may end an attempt."""
         self.last_time = row.get("time") or self.last_time
         match row.get("event"):
             case "submitted":

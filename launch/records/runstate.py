@@ -222,8 +222,8 @@ def _ask_slurm(run: RunDir, rows: Rows) -> "SlurmFacts | None":
 def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
     """Return whether the supervisor is alive; None if that cannot be known from this host.
 
-    For a supervisor on another host, the lease decides: alive if it is fresh, gone if it is older than a difference of
-    clocks can explain.
+    For a supervisor on another host, the lease decides: alive if it is fresh, gone if it is so old that a difference of
+    clocks cannot explain its age.
     """
     pid, ticks = submitted.get("pid"), submitted.get("pid_start")
     if pid is None or not is_here(submitted.get("host")):

@@ -1,6 +1,6 @@
 """Submit runs to Slurm's queue, by sbatch or through submitit.
 
-One run becomes a job. Several runs that need the same resources become an array.
+A single run becomes a job. Several runs that need the same resources become a job array.
 
     the `submitted` rows ──→ sbatch or submitit ──→ slurm.json in each run folder; the job's supervisors do the rest
                                     └── refused: the last row of each run

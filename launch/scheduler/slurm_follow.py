@@ -51,7 +51,7 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
 
 
 def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
-    """Stop waiting or running Slurm runs; return when each has its last row. `grace_s`: None means the job's own.
+    """Stop waiting or running Slurm runs; return when each has its last row. `grace_s` None: the job's grace period.
 
     Raises:
         UnreachableError: if a run was never submitted to Slurm, or the controller does not answer.

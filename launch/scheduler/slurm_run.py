@@ -1,4 +1,4 @@
-"""The resources to request from Slurm, and the last row of a run whose supervisor wrote none."""
+"""The resources to request from Slurm, and the last row of a run if its supervisor has not written one."""
 
 import os
 import time
@@ -27,7 +27,7 @@ SAVING_S: Final = 90  # time before the limit to agree on a step, save after it,
 
 
 def settings_of(context: Context) -> SlurmSettings:
-    """Return the settings for Slurm. A job that saves gets its signal early enough before the time limit to save.
+    """Return the settings for Slurm. A job with checkpoints is signalled early enough to save before the time limit.
 
     Raises:
         RefusedError: if the settings of job and site contradict each other.
@@ -68,7 +68,7 @@ def cores_of(job: Job) -> int | None:
 
 
 def close(run: RunDir, outcome: JobOutcome, *, anew: bool = False) -> None:
-    """Write the last row of a run whose supervisor wrote none. `anew`: ignore the last row of an earlier start.
+    """Write a run's last row if its supervisor has not. `anew`: ignore the last row of an earlier start.
 
     Raises:
         RunFolderError, StorageError: if the row cannot be written.

@@ -3,9 +3,10 @@
     node 0   cd WORKDIR && MUSTER_SECRET=… python -I …/launch/boot.py launch.cli run JOB --on hand --port 61234 …
     node 2                 MUSTER_KEY=…    python -I …/launch/boot.py launch.agent --node 2 --connect 10.10.1.1:61234 …
 
-Node 0's line starts the supervisor and an agent. Use only lines of one call together, because each call draws a new
-secret and port. Node 0's line contains the secret. Every other line contains its node's key, which is derived from the
-secret, so no node can impersonate another. Both are passed in the environment, which a node's other users cannot read.
+Node 0's line starts the supervisor and an agent. Lines of different calls do not work together, because each call draws
+a new secret and port. Node 0's line contains the secret. Every other line contains its node's key, which is derived
+from the secret, so no node can impersonate another. Both are passed in the environment, which a node's other users
+cannot read.
 """
 
 import os

@@ -125,7 +125,7 @@ def check_size(work: Survey) -> None:
 
 
 def own_files(root: Path) -> list[str]:
-    """List the files of the package below a code root, sources and data, following the links of a checkout."""
+    """List the files of Muster's package below a code root: sources and data. Links are followed."""
     found = []
     for folder, folders, files in os.walk(root / PACKAGE, followlinks=True):
         folders[:] = [each for each in folders if each not in NEITHER and not each.startswith(".")]

@@ -216,7 +216,8 @@ class Attempt:
     def _is_tolerated(self, ending: RankEnd, lost: Collection[int]) -> bool:
         """Return whether the other ranks continue without the lost ones.
 
-        They stop after an exception, which they would raise, too, and after SIGTERM, which asks the run to end.
+        They do not continue after an exception, because they would raise it too, or after SIGTERM, because it asks the
+        run to end.
         """
         by_machine = ending.rank is None or ending.signal not in (None, "SIGTERM")
         begun = self.story.first_step is not None and not self.is_stopping

@@ -62,7 +62,7 @@ class HangWatch:
         return self.hang is not None and (complete or now > self._deadline)
 
     def blame(self) -> RankEnd | Mute | Stop:
-        """Blame the rank that is not where the others wait, else a node that sent no stacks, else none of them."""
+        """Blame a rank that is not where the others wait, or else a node that sent no stacks, or else nobody."""
         assert self.hang is not None
         found, seconds, steps = stacks.absent(self._stacks), self.hang.seconds, self.hang.steps
         what = f"made no progress for {seconds:.0f} s after step {steps}"

@@ -78,7 +78,7 @@ class Decision:
 
 
 def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: bool) -> Decision:
-    """Decide what follows the last of `past`, the attempts of this supervisor. `saves`: the job makes checkpoints."""
+    """Decide whether another attempt follows the last one of `past`. `saves`: the job makes checkpoints."""
     last = past[-1]
     verdict = last.verdict
     if last.grown:

@@ -162,7 +162,7 @@ class RunNodes:
         return True
 
     def tick(self, now: float) -> float:
-        """Send every agent a beat each second, and subtract delays from the agents' silence.
+        """Send every agent a beat each second. Exclude the delays listed above from the agents' silence.
 
         Returns the seconds for which the supervisor itself did not run (Ctrl-Z, a sleeping laptop, a loaded machine).
         """
@@ -199,7 +199,7 @@ class RunNodes:
             node.channel.abort()  # an agent that is still alive then knows that it was given up
 
     def note_ways(self, joined: Sequence[int], cut_off: Sequence[int]) -> None:
-        """Record which slots reached the master (`joined`, which includes its own) and which did not (`cut_off`)."""
+        """Record which slots reached the master (`joined`, with its own slot), and which did not (`cut_off`)."""
         if self.cuts:
             self.cuts -= {frozenset(pair) for pair in combinations(joined, 2)}
         for slot in cut_off:

@@ -73,7 +73,7 @@ def prepare_points(request: Request, grids: list[Axis], limit: int | None, repea
 
 
 def refuse_unread(tried: list[PreparedSubmission | MusterError]) -> list[PreparedSubmission | MusterError]:
-    """Return `tried`, but with errors in place of all points if some point sets a key that no point reads."""
+    """Return `tried`. If a point sets a key that no point reads, all points are replaced by errors."""
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
     refused = [key for key in common if any(key not in each.idle for each in loaded)]

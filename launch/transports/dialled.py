@@ -1,8 +1,8 @@
 """Transports whose agents dial back. One program starts all agents (pdsh, srun), or users paste their command lines.
 
-The supervisor listens. It and its agents prove to each other that they hold the node's key. A `Starter` describes the
-program of a transport: its command line, its environment, and how to read its error messages. An agent that is started
-again has its own program; later messages of the first program about that node are ignored.
+The supervisor listens. The supervisor and each agent prove to each other that they hold the node's key. A `Starter`
+describes the program of a transport: its command line, its environment, and how to read its error messages. An agent
+that is started again has its own program; later messages of the first program about that node are ignored.
 """
 
 import asyncio

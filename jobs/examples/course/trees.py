@@ -2,8 +2,8 @@
 
     python jobs/examples/course/trees.py
 
-Both need log2(8) = 3 steps, because all senders of a step work at the same time. `ddp/primitives/trees.py` has them for
-tensors of any size and any number of ranks.
+Both need log2(8) = 3 steps, because all senders of a step work at the same time. `ddp/primitives/trees.py` has both,
+for tensors of any size and any number of ranks.
 """
 
 import torch

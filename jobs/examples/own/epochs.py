@@ -1,4 +1,4 @@
-"""An epoch-shaped loop with a DataLoader: muster run -n 2 --restart epochs.py, or alone: python epochs.py"""
+"""A loop over epochs with a DataLoader: muster run -n 2 --restart epochs.py, or alone: python epochs.py"""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ import muster
 
 
 def samples(count: int, seed: int) -> TensorDataset:
-    """Make points in a plane, and say which of them lie in a ring."""
+    """Make points in a plane, and label each by whether it lies in a ring."""
     points = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(points, ((points.norm(dim=1) - 1.2).abs() < 0.5).float().unsqueeze(1))
 

@@ -47,7 +47,7 @@ class MyDDP(nn.Module):
         self.sent.append((dist.all_reduce(flat, async_op=True), flat))
 
     def finish_gradient_synchronization(self) -> None:
-        """Call this after the backward: wait for every bucket; gradients are then the mean over the ranks."""
+        """Wait for every bucket, after the backward. The gradients are then the means over the ranks."""
         while len(self.sent) < len(self.buckets):  # a parameter in it was not used
             self.send()
         for bucket, (work, flat) in zip(self.buckets, self.sent, strict=True):
@@ -59,7 +59,7 @@ class MyDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it a backward only adds to the gradients."""
+        """Return a context in which a backward only adds to the gradients."""
         self.synchronizes = False
         try:
             yield
@@ -68,7 +68,7 @@ class MyDDP(nn.Module):
 
 
 def cut(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of at most `limit` bytes; a larger parameter has one of its own."""
+    """Divide parameters into buckets of at most `limit` bytes; a larger parameter gets a bucket of its own."""
     buckets: list[list[nn.Parameter]] = []
     room = 0.0
     for parameter in parameters:

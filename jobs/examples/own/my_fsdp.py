@@ -1,4 +1,4 @@
-"""A module with divided parameters: muster verify ../vgg11.yaml --with my_fsdp.py:MyFSDP"""
+"""A module with sharded parameters: muster verify ../vgg11.yaml --with my_fsdp.py:MyFSDP"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Unit:
-    """The parameters of one child of the module: a rank keeps a shard, and gathers all of them when they are used."""
+    """The parameters of one child of the module. A rank keeps a shard, and gathers the whole when the child runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.parameters())
@@ -46,7 +46,7 @@ class Unit:
             output.register_hook(self.gather)  # the backward begins with the gradient of the output
 
     def ready(self, _: Tensor) -> None:
-        """Reduce and scatter the gradients when the last one of the unit is there."""
+        """Reduce and scatter the gradients once the last one of the unit is complete."""
         self.missing -= 1
         if self.missing:
             return
@@ -66,7 +66,7 @@ class Unit:
 
 
 class MyFSDP(nn.Module):
-    """Divide parameters, gradients and optimizer state over all ranks, child by child."""
+    """Shard parameters, gradients and optimizer state over all ranks, child by child."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An optimizer with divided state: muster verify ../vgg11.yaml --with my_optimizer.py:ShardedOptimizer"""
+"""An optimizer with sharded state: muster verify ../vgg11.yaml --with my_optimizer.py:ShardedOptimizer"""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 class ShardedOptimizer(Optimizer):
-    """Each rank steps its part of the parameters with an optimizer of any class, then broadcasts it."""
+    """Each rank updates its part of the parameters with an optimizer of any class, then broadcasts that part."""
 
     def __init__(self, params: Any, optimizer_cls: type[Optimizer], **options: Any) -> None:
         self.optimizer_cls, self.options = optimizer_cls, options

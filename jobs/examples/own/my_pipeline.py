@@ -11,7 +11,7 @@ MOST_DIMENSIONS = 8
 
 
 class MyPipeline:
-    """GPipe: a rank has a slice of the layers; all micro-batches go forward, then all go backward."""
+    """GPipe: a rank has a slice of the layers, and runs all forwards, then all backwards."""
 
     def __init__(self, layers: nn.Sequential, microbatches: int) -> None:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
@@ -26,7 +26,7 @@ class MyPipeline:
         return self.stage.parameters()
 
     def train_step(self, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> float | None:
-        """Leave the gradients of the mean loss over the batch; return the loss on the last rank."""
+        """Compute the gradients of the mean loss over the batch; return the loss on the last rank."""
         parts = list(zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True))
         done = [self.forward(*part, loss) for part in parts]
         for received, output in done:
@@ -53,7 +53,7 @@ class MyPipeline:
             self.send(x.grad, self.rank - 1)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Start sending the shape, then the values; go on without waiting."""
+        """Start to send the shape, then the values; do not wait."""
         shape = torch.zeros(MOST_DIMENSIONS, dtype=torch.int64, device=tensor.device)
         shape[: tensor.dim()] = torch.tensor(tensor.shape)
         for each in (shape, tensor.contiguous()):

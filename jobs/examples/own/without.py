@@ -1,4 +1,4 @@
-"""A script that does without the session: it saves, restores and stops by itself.
+"""A script without a session, which saves, restores and stops by itself.
 
 muster run -n 2 --restart without.py     torchrun --nproc-per-node 2 without.py
 """
@@ -21,13 +21,13 @@ stopping = False
 
 
 def ask_to_stop(number: int, frame: FrameType | None) -> None:
-    """Remember the signal: the loop stops after the step that is under way."""
+    """Record the signal; the loop stops after the current step."""
     global stopping
     stopping = True
 
 
 def reason() -> str:
-    """Say why the ranks are to stop: Muster writes this file before it sends SIGTERM."""
+    """Return why the ranks must stop, from a file that Muster writes before it sends SIGTERM."""
     try:
         told = json.loads(Path(os.environ["MUSTER_STOP_FILE"]).read_text())
     except (KeyError, FileNotFoundError):
@@ -36,20 +36,20 @@ def reason() -> str:
 
 
 def agreed_to_stop() -> bool:
-    """Say whether any rank was asked to stop: a collective, so that all ranks stop after the same step."""
+    """Return whether any rank was asked to stop: a collective, so that all ranks stop after the same step."""
     asked = torch.tensor(float(stopping))
     dist.all_reduce(asked, dist.ReduceOp.MAX)
     return bool(asked)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Draw a rank's samples of a step from nothing but both numbers, so that a restart draws the same."""
+    """Draw a rank's samples of a step. They depend only on these two numbers, so a restart draws the same samples."""
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
     return inputs, inputs[:, :8].sum(dim=1, keepdim=True)
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Write a checkpoint that is either complete or not there."""
+    """Write a checkpoint, so that it is either complete or does not exist."""
     unfinished = path.with_suffix(".new")
     with unfinished.open("wb") as file:
         torch.save(state, file)

@@ -74,7 +74,7 @@ class Steps(Dataset[StepInput]):
 
 
 def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator[StepInput]:
-    """Yield the inputs of steps [first, stop), read ahead by `workers` processes, or in this process if that is 0."""
+    """Yield the inputs of steps [first, stop), read ahead by `workers` processes (0: by this process)."""
     if workers == 0:
         yield from map(steps.__getitem__, range(first, stop))
         return

@@ -3,8 +3,8 @@
     r = (mean x^2 + eps)^(-1/2)        one number per row; rows are all but the last dimension
     y = x r g                          g: one weight per column
 
-The backward, from dy = dL/dy. Each element of a row acts directly and through r. Since dr/dx_j = -r^3 x_j / n for
-rows of n elements,
+The backward, from dy = dL/dy. Each element x_j of a row affects y directly and through r. Since dr/dx_j = -r^3 x_j / n
+for rows of n elements,
 
     dg_i = sum over rows of dy_i x_i r
     dx_j = r dy_j g_j - x_j r^3 mean(dy g x)
@@ -56,9 +56,10 @@ class DerivedRmsNorm(torch.autograd.Function):
 
 
 class FusedRmsNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over the last dimension that runs as one Triton kernel forward and one backward, where that works.
+    """`nn.RMSNorm` over the last dimension, as one Triton kernel forward and one backward.
 
-    Elsewhere it is `nn.RMSNorm`, with one warning that says why. Rows that are not contiguous are copied first.
+    If the kernels do not support the input, it runs as `nn.RMSNorm`, and warns once why. Rows that are not contiguous
+    are copied first.
     """
 
     def forward(self, x: Tensor) -> Tensor:

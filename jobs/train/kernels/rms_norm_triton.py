@@ -4,8 +4,8 @@
     backward   as many programs as fit the GPU; each takes every P-th block of rows, with loads of the next blocks under
                way, and adds up its part of dg in registers; torch adds the parts
 
-The backward computes r again, because it loads x anyway. In units of a copy of x, the forward moves 1 (x, y) and the
-backward 1.5 (x, dy, dx).
+The backward computes r again, because it loads x anyway. In units of the traffic of copying x, the forward moves 1
+(reads x, writes y), and the backward 1.5 (reads x and dy, writes dx).
 """
 
 from functools import cache

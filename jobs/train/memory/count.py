@@ -82,7 +82,7 @@ def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
 
 
 def _state_bytes(settings: "TrainSettings") -> int:
-    """Update one small parameter; return the bytes per element of those state tensors that have its shape."""
+    """Update one small parameter; return the bytes per element of all state tensors with the parameter's shape."""
     text, args = settings.optimizer.make, {"lr": settings.optimizer.lr, **settings.optimizer.args}
     assert text is not None
     parameter = nn.Parameter(torch.ones(SIDE, SIDE))

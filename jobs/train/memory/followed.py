@@ -118,8 +118,8 @@ def key_of(tensor: Tensor) -> int:
 def follow(make: Callable[[], ForwardHooks], run: Callable[[int], object], few: int, many: int) -> list[Passed]:
     """Run a forward with `few` and one with `many` samples; return the parts with their cost per sample.
 
-    Tensors that do not grow with the batch (masks, positions, 16-bit copies of weights) are excluded. If the parts
-    themselves depend on the batch size, everything kept with `few` samples is divided by `few` instead.
+    Tensors that do not grow with the batch (masks, positions, 16-bit copies of weights) are excluded. If the two
+    forwards have different parts, the costs per sample are those of the first forward divided by `few`.
     """
     found = []
     for samples in (few, many):

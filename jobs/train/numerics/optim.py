@@ -58,8 +58,9 @@ def recipe(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and options of the job's optimizer; fused into one kernel if the device supports it.
 
-    With `cut_anywhere`, an element is rounded alike at any position in a tensor, so that parameters can be sharded. On
-    CPUs, fused kernels lack this property: they compute the last elements, which do not fill a vector, differently.
+    With `cut_anywhere`, the rounding of an element does not depend on its position in a tensor, so that parameters can
+    be sharded. On CPUs, fused kernels lack this property: they compute the last elements, which do not fill a vector,
+    differently.
     """
     if settings.make is not None:
         return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}

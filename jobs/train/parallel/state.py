@@ -85,7 +85,7 @@ class ModelState:
         return self._parts
 
     def _saved(self) -> tuple[list[TensorPart], bool]:
-        """List the parts of its layers that this rank saves, and whether the list is valid until state is created."""
+        """List the parts that this rank saves; also return whether the list stays valid until new state is created."""
         module, rank, ranks = self.replica.module, self.replica.world.rank, self.replica.world.size
         own = [*buffer_parts(module), *(self._more() if self.leads else ())]
         ranges = self.replica.ranges(self.optimizer)

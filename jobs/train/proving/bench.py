@@ -109,7 +109,7 @@ def finish(wrapped: Any) -> None:
 
 
 def merged(rows_of_ranks: list[list[Row]]) -> list[Row]:
-    """Merge the rows of all ranks into one row per property. If a rank fails, the row fails with its evidence."""
+    """Merge the rows of all ranks into one row per property. A failure on any rank makes the row fail."""
     table: dict[str, Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:

@@ -86,7 +86,7 @@ def kib(size: float) -> str:
 
 
 def half_way(world_size: int) -> float:
-    """Return the limit for a rank's share of a whole that is divided among ranks: midway from an even share to all."""
+    """Return the largest acceptable share of a divided whole: midway between an even share and all of it."""
     return (1.0 + 1.0 / world_size) / 2.0
 
 

@@ -1,7 +1,7 @@
-"""The memory that a row needs and may use. On a CPU the limit keeps the kernel from killing processes.
+"""The memory that a timed row needs, and the limit on it.
 
-On a CPU a row is refused before its model is built if it needs more memory than is free. Its process also has a limit,
-so that unforeseen needs raise an error there, and do not exhaust the host's memory.
+On a CPU a row is refused before its model is built if it needs more memory than is free. The row's process also has a
+limit, so that it raises an error if it needs more than expected, and the kernel kills no process.
 """
 
 import re

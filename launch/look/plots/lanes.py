@@ -46,8 +46,8 @@ MESSAGES: Final = [Look("", 5, ""), Look("", 5, "xx"), Look("", 6, ""), Look("",
 def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
     """Return a plot of one step of each run, stacked vertically; `steps` maps labels to steps.
 
-    It shows `rank`, or the first ranks of each run. A series is a kind of bar: `x` are its lanes, `low` and `high` its
-    start and end times, and `y` its durations.
+    The plot shows only `rank` if it is given, else the first ranks of each run. A series is a kind of bar: `x` are its
+    lanes, `low` and `high` its start and end times, and `y` its durations.
 
     Raises:
         NothingToPlotError: if a step has no record of `rank`.

@@ -117,7 +117,7 @@ PAINTERS: Final = {"stacked": _bars, "bars": _bars, "lines": _lines}
 
 
 def _ends(series: PlotSeries, scale: float) -> tuple[list[float], list[float]] | None:
-    """Return the center and half-width of each interval; an interval of a median may exclude the bar's mean."""
+    """Return the center and half-width of each interval. A bar shows a mean, which may lie outside its interval."""
     if not series.low or not series.high:
         return None
     ends = list(zip(series.low, series.high, strict=True))

@@ -70,8 +70,8 @@ def plot_of(
 ) -> Plot:
     """Return a plot of `rows`, which `compared` computed from `groups`.
 
-    `baseline` is the label of the row where the ideal line starts (None: the row with the fewest ranks of each line).
-    `formulas` are the predicted peak memories of rows, in bytes.
+    `baseline` is the label of the row at which the ideal line starts. If it is None, each line has an ideal line, which
+    starts at its row with the fewest ranks. `formulas` are the predicted peak memories of rows, in bytes.
 
     Raises:
         NothingToPlotError: if no row has the plotted quantity, or the rows cannot share a plot.

@@ -25,7 +25,7 @@ SVG: Final = "http://www.w3.org/2000/svg"
 
 @dataclass
 class Styles:
-    """The `style` attributes of all pictures, turned into CSS classes because the page's policy forbids them."""
+    """The `style` attributes of all pictures as CSS classes, because the page's security policy forbids attributes."""
 
     names: dict[str, str] = field(default_factory=dict)
 

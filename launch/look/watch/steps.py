@@ -1,8 +1,9 @@
 """The newest steps of each rank, read from the ends of its files, and the detection of slow ranks.
 
-A rank's own time is its step time without waiting for other ranks. A rank is slow if two conditions hold. Its own time
-is at least 10 % above the median of the other ranks in three quarters of the last 20 steps. And its median own time is
-an outlier among theirs, by 3.5 robust standard deviations (1.4826 x the median absolute deviation).
+A rank's own time is its step time without waiting for other ranks. A rank is slow if two conditions hold. First, in
+three quarters of the last 20 steps, the rank's own time is at least 10 % above the median of the other ranks. Second,
+its median own time exceeds the median of the other ranks by 3.5 robust standard deviations (1.4826 x the median
+absolute deviation).
 """
 
 from bisect import bisect_left

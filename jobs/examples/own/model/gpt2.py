@@ -23,7 +23,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A block whose output is one tensor: only one crosses from a pipeline's stage to the next."""
+    """A block whose output is one tensor, because a pipeline's stage sends only one tensor to the next stage."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

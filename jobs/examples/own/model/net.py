@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Images (batch, 3, 32, 32) to logits (batch, classes)."""
+    """A network that maps images (batch, 3, 32, 32) to logits (batch, classes)."""
 
     def __init__(self, width: int, blocks: int, classes: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def build(width: int = 64, blocks: int = 4, classes: int = 10) -> Net:
 
 
 def plan(net: Net) -> dict[str, object]:
-    """Say how each layer is split over the ranks of mode tensor."""
+    """Return how each layer is split over the ranks of mode tensor."""
     from muster.pipe.tensor.plan import Column, Row
 
     return {"blocks.*.up": Column(), "blocks.*.down": Row()}

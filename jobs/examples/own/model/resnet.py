@@ -11,6 +11,6 @@ from torchvision.models import get_model
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Return a model of torchvision's by its name, with new weights."""
+    """Return the torchvision model of this name, with new weights."""
     model: nn.Module = get_model(name, weights=None, **options)
     return model
