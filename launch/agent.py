@@ -185,7 +185,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
         if connection.getsockname() == connection.getpeername():
-            raise OSError("the connection reached itself")  # the kernel may assign the dialled port as our own
+            raise OSError("the connection leads back to this process")  # the kernel chose the dialled port as ours
         connection.settimeout(ANSWER_S)
         end = AgentSide(key, node, address)
         connection.sendall(end.greeting())

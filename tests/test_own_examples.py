@@ -286,7 +286,7 @@ def test_the_commands_that_look_show_a_run_of_ones_own(
     assert re.search(r"1500 of 1500 +1500 +0\.\d+ +done +\S+ [KM]B$", said("list"), re.MULTILINE)
     why = said("why")
     assert "rank 1 on node 0" in why
-    assert re.search(r"losses of \d+ steps done twice are identical", why), why
+    assert re.search(r"losses of \d+ steps that were repeated are identical", why), why
     (newest, *_) = json.loads(said("checkpoint", "list", "--json"))
     assert (newest["step"], newest["world_size"]) == (1500, 2)
     assert "good" in said("checkpoint", "verify")

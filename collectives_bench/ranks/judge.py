@@ -49,7 +49,7 @@ def judge(endings: Sequence[WorkerEnd], timeout_s: float) -> Blame:
     late = f"no progress for {timeout_s:g} s (timeout_s)"
     if stopped := [each for each in silent if each.stopped]:
         who = _behind(stopped)
-        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} stands still, stopped by a signal", who.cell)
+        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} is suspended by a signal", who.cell)
     if silent and victims:
         who = _behind(silent)
         return Blame(who.rank, "timeout", f"{late}: rank {who.rank} did not arrive{_place(who)}", who.cell)

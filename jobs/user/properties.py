@@ -14,7 +14,7 @@ TITLES: Final = {
     "unused": "a step may leave a parameter unused",
     "micro-batches": "gradients of micro-batches add up",
     "collectives": "number and size of collectives",
-    "buckets": "gradients travel in buckets",
+    "buckets": "gradients are sent in buckets",
     "bucket-size": "no bucket exceeds the requested size",
     "overlap": "collectives overlap with the backward",
     "steps": "every rank runs the same number of steps",

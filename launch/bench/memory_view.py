@@ -150,7 +150,7 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
     notes = [] if row["built"] else ["not built yet"]
     mark = "*" if row["is_jobs"] else ""
     if row["memory"] is None:
-        what = "has no width to cut" if row["mode"] == "tensor" else "has too few layers"
+        what = "has no width to split" if row["mode"] == "tensor" else "has too few layers"
         note = row.get("note") or f"{record['model']} {what}"
         return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:

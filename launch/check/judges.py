@@ -192,9 +192,7 @@ def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Node
 def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     storage = answer.facts["storage"]
     if storage["where"] == "none":
-        return NodeProperty(
-            "none", BAD, f"has nowhere to keep the run: {storage['why']}; choose a folder with --runs DIR"
-        )
+        return NodeProperty("none", BAD, f"cannot store the run: {storage['why']}; choose a folder with --runs DIR")
     if storage["where"] == "apart":
         why = f"cannot see {expected.run}: logs and metrics come over the network, and failover across nodes is off"
         return NodeProperty("apart", WARNING, f"{why}; to share storage, name a shared folder with --runs DIR")

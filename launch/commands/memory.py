@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_set(job, "train.batch_size=256")
     run = parser.add_argument_group("for a run")
     run.add_argument("--rank", metavar="LIST", help=f"ranks such as 0,8-15 (default: the fullest {MOST_SHOWN})")
-    options.add_attempt(run, "that said anything")
+    options.add_attempt(run, "with records of memory")
     options.add_runs(run)
 
 

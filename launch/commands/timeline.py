@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
     a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
     parser.add_argument("--step", metavar="N", type=a_step, help="this step (default: the newest recorded one)")
-    options.add_attempt(parser, "that has it")
+    options.add_attempt(parser, "with a recorded step")
     parser.add_argument("--rank", metavar="R", type=a_rank, help="this rank, or its pipeline (default: the slowest)")
     parser.add_argument("--svg", metavar="FILE", help="also draw the step into this file")
 

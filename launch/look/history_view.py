@@ -57,7 +57,7 @@ def _facts(each: AttemptRecord) -> list[tuple[str, str]]:
         facts.append(("now", "running"))
     if each.compared:
         far = f"differ by at most {each.worst:.1e}" if each.worst else "are identical"
-        facts.append(("again", f"losses of {_steps(each.compared)} done twice {far}"))
+        facts.append(("again", f"losses of {_steps(each.compared)} that were repeated {far}"))
     if each.cut_short and each.last_step is not None:
         facts.append(("lost", _steps(each.lost_steps) + _seconds(each.lost_s)))
     elif each.cut_short and each.lost_s:

@@ -176,7 +176,7 @@ class RankParentLink:
         await self._end_warm()
 
     async def _ends(self, hung_up: "asyncio.Future[None]") -> bool:
-        """Wait until the rank parent closes the connection; return False if it is frozen (neither runs nor is runnable)."""
+        """Wait until the rank parent closes the connection; return False if it neither runs nor waits to run."""
         for _ in range(TIMES):
             _, before = linux.signs_of_life(self._pid)
             await asyncio.wait([hung_up], timeout=END_S)

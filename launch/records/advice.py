@@ -40,13 +40,13 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("it was stopped on purpose and saved nothing: muster run starts anew", class_name="stopped-unsaved"),
     Advice(
-        "it saved its work and ended before its time was up: muster resume RUN continues it; a job that Slurm queues "
-        "again continues by itself",
+        "it was stopped early, after a save: muster resume RUN continues it; a job that Slurm queues again continues "
+        "by itself",
         class_name="requeue",
     ),
     Advice(
-        "it ended before its time was up, and Muster saved nothing at the end: muster resume RUN starts it again; a "
-        "job that Slurm queues again starts by itself",
+        "it was stopped early, without a save: muster resume RUN starts it again; a job that Slurm queues again starts "
+        "by itself",
         class_name="requeue-unsaved",
     ),
     # Muster itself refused something, and its message says where.

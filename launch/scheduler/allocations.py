@@ -68,7 +68,7 @@ def disagreement(found: list[AllocationStart], restarts: int, job: str) -> str:
     ours = f"but the run folder has a record of {len(found)}"
     if restarts > len(found):
         return (
-            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), {ours}: the others "
-            f"ended before Muster began; see slurm-{job}.out"
+            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), {ours}: the other "
+            f"starts ended before Muster began; see slurm-{job}.out"
         )
     return f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), {ours}: its count was reset"

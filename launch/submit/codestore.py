@@ -60,7 +60,7 @@ def collect(root: Path) -> int:
     if not os.path.lexists(store):
         return 0
     if not _is_ours(store):
-        raise RunFolderError(f"{store}: is not a folder that only you can change; it was left alone")
+        raise RunFolderError(f"{store}: is not a folder that only you can change, so it was not used; remove it")
     try:
         for each in os.scandir(store):
             status = each.stat(follow_symlinks=False)

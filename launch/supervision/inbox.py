@@ -175,7 +175,8 @@ class Inbox:
             hello = await channel.receive_hello()
         except ChannelClosed as error:
             channel.abort()
-            self.failed(node, UnreachableError(f"node {node}: its agent hung up before its greeting: {error}"))
+            why = f"its agent closed the connection before its greeting: {error}"
+            self.failed(node, UnreachableError(f"node {node}: {why}"))
             return
         message: FromAgent = hello
         try:

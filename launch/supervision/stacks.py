@@ -100,7 +100,7 @@ def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> 
         return Blamed((), "no rank sent its stacks")
     found = {rank: whereabouts(dumps[rank], source) for rank in sorted(dumps)}
     if still := [rank for rank, each in found.items() if each.stands]:
-        return Blamed(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))
+        return Blamed(tuple(still), _each(still, lambda rank: f"is suspended by a signal: {found[rank]}"))
     waiting = {rank: each for rank, each in found.items() if each.waits}
     if busy := [rank for rank in found if rank not in waiting]:
         if waiting:
@@ -158,7 +158,7 @@ def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Blamed:
     (place, count), *others = Counter(each.place for each in found.values()).most_common()
     if not others:
         where = next(iter(found.values()))
-        return Blamed((), f"all {count} ranks report the same: {where}; check the network and the devices")
+        return Blamed((), f"all {count} ranks report the same place: {where}; check the network and the devices")
     if 2 * count > len(found):
         odd = [rank for rank, each in found.items() if each.place != place]
     else:

@@ -205,7 +205,7 @@ class Startup:
         if abs(node.clock.seconds) > SKEW_BAD_S:
             return RefusedError(f"{host}: its clock is off by {node.clock.seconds:+.0f} s; set it (chronyc makestep)")
         if said.storage == "none":
-            return RefusedError(f"{host}: has nowhere to keep the run: {said.storage_why}")
+            return RefusedError(f"{host}: cannot store the run: {said.storage_why}")
         return None
 
     def _report(self, failed: dict[int, MusterError]) -> Stop:

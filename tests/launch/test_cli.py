@@ -18,7 +18,7 @@ def run_python(*arguments: str, **fields) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=30, **fields)
 
 
-GROUPS = ["start:", "look:", "data and proof:", "measure:", "cluster:", "about:"]
+GROUPS = ["start:", "look:", "data and verification:", "measure:", "cluster:", "about:"]
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, run) -> None:

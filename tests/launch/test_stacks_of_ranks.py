@@ -85,7 +85,7 @@ CASES = [
     ("sleeps", "did not reach all_reduce (", "time.sleep", "load"),
     ("holds the lock", "did not reach all_reduce (", "ctypes.PyDLL", "compute"),
     ("skips", "waits in a different place than the others: it waits in barrier at ", "dist.barrier()", "<module>"),
-    ("stands still", "stands still, stopped by a signal: ", "while True: os.kill", "<module>"),
+    ("stands still", "is suspended by a signal: ", "while True: os.kill", "<module>"),
 ]
 
 

@@ -96,7 +96,8 @@ def judge_values(bench: Bench, wrong: dict[str, list[int]]) -> None:
     """Check that every parameter is updated by some rank, and that all ranks then have its new value."""
     nowhere = [name for name, ranks in wrong.items() if len(ranks) == bench.world.size]
     apart = {name: ranks for name, ranks in wrong.items() if name not in nowhere}
-    said = f"{few(nowhere)} differ from torch.optim.AdamW's on all ranks" if nowhere else "as with torch.optim.AdamW"
+    good = "equal to those of torch.optim.AdamW"
+    said = f"{few(nowhere)} differ from torch.optim.AdamW's on all ranks" if nowhere else good
     bench.row("steps-as-plain", not nowhere, f"{said}, in {STEPS} steps")
     if apart:
         name, ranks = next(iter(apart.items()))

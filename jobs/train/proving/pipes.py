@@ -135,7 +135,8 @@ def judge_gradients(bench: Bench, found: dict[str, Tensor | None], wanted: dict[
             far = f"wrong, with a relative error of {distance(gradient, right):.1e}"
             wrong[name] = far if ratio is None else f"{ratio:.4g} times that of the mean loss over the batch"
     name, what = next(iter(wrong.items()), ("", ""))
-    said = f"{len(wrong)} of {len(found)} wrong; {name}: {what}" if wrong else f"all {len(found)} as in one process"
+    good = f"all {len(found)} gradients equal those of one process"
+    said = f"{len(wrong)} of {len(found)} wrong; {name}: {what}" if wrong else good
     bench.row("gradients", not wrong, f"{said} ({MICRO_BATCHES} micro-batches)")
 
 

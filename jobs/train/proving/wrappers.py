@@ -82,7 +82,7 @@ def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
     if trained:
         bench.row("frozen", None, "parameters are not broadcast at all")
     else:
-        bench.judge("frozen", f"frozen {end}" if wrong else "", "rank 0's, without gradient")
+        bench.judge("frozen", f"frozen {end}" if wrong else "", "equal to rank 0's on all ranks, and without gradients")
 
 
 def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
@@ -112,7 +112,7 @@ def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronize
     starts, traffic = bench.traffic.starts(), bench.traffic
     sizes = [each.size for each in starts]
     if not starts:
-        why = "not visible in Python: compiled code starts them" if synchronized else "none is started"
+        why = "not visible in Python: compiled code starts them" if synchronized else "no collective is started"
         for name in ("collectives", "buckets", "bucket-size", "overlap"):
             bench.row(name, None, why)
         return
@@ -179,7 +179,7 @@ def accumulates(bench: Bench) -> None:
         said = f"two micro-batches {how} send {kib(sent)}, one sends {kib(once)}: no_sync() does not stop communication"
         bench.row("micro-batches", False, said)
     else:
-        bench.row("micro-batches", True, f"two micro-batches {how}: the mean of both")
+        bench.row("micro-batches", True, f"two micro-batches {how}: the gradient is the mean of both")
 
 
 def unused(bench: Bench) -> None:

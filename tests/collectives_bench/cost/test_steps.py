@@ -165,7 +165,7 @@ def test_modes_that_are_not_built_are_predicted_and_say_so():
 
 
 def test_what_a_model_cannot_be_cut_into_says_why():
-    assert row("tensor").notes[-1] == "vgg11 has no width to cut"
+    assert row("tensor").notes[-1] == "vgg11 has no width to split"
     assert not row("tensor").fits
     nano = replace(GPT, model=anatomy(GPT_SHAPES["gpt-nano"]), ranks=8)
     assert row("gpipe", nano).notes[-1] == "gpt-nano has too few layers"

@@ -71,7 +71,7 @@ def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(
     found = blocks(out)
     (late,) = (each for each in found if each["state"] == "timeout")
     assert late["rank"] == 1
-    assert "rank 1 stands still, stopped by a signal" in late["reason"]
+    assert "rank 1 is suspended by a signal" in late["reason"]
     assert sum(each["state"] == "ok" for each in found) >= 6
     assert "records failed or were wrong" in live.verdict()["message"]
 

@@ -47,7 +47,7 @@ CASES = {
     ),
     "who was stopped by a signal": (
         [victim(0, TIMED_OUT), silent(1), silent(2, stopped=True)],
-        Blame(2, "timeout", f"{LATE}: rank 2 stands still, stopped by a signal", 1),
+        Blame(2, "timeout", f"{LATE}: rank 2 is suspended by a signal", 1),
     ),
     "who says nothing while the others waited": (
         [victim(0, TIMED_OUT), silent(1, message="bench.py:7 run"), victim(2, TIMED_OUT)],

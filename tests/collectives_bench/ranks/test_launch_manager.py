@@ -70,7 +70,7 @@ SAID = {
     "abort": "rank 1 was killed by SIGABRT",
     "kill": "rank 1 was killed by SIGKILL",
     "exit": "rank 1 ended with code 3",
-    "stop": "no progress for 1.5 s (timeout_s): rank 1 stands still, stopped by a signal",
+    "stop": "no progress for 1.5 s (timeout_s): rank 1 is suspended by a signal",
     "loop": "no progress for 1.5 s (timeout_s): rank 1 did not arrive (it is at support/bench.py:",
 }
 

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_marked(capsys, job):
 
 def test_a_model_that_cannot_be_cut_has_no_memory(capsys, job):
     assert main(["memory", job, "--set", "train.model=vgg11", "--modes", "tensor"]) == 0
-    assert "vgg11 has no width to cut" in capsys.readouterr().out
+    assert "vgg11 has no width to split" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ attempt 0, 4 ranks on 2 nodes (n1, n2), ddp, from the beginning, steps 1-52
   then   attempt 1 on 1 node
 attempt 1, 2 ranks on 1 node, ddp, from step-00000040.a000, steps 41-75
   cause  rank 1 failed
-  again  losses of 12 steps done twice are identical
+  again  losses of 12 steps that were repeated are identical
   lost   5 steps and 0.1 s: detect 0.01, stop 0.10
   then   the run is over
 total    2 attempts, 2 failed, 17 steps and 8.3 s lost, 50.0 s in all, effective time ratio 70.0 %

@@ -68,5 +68,5 @@ def test_any_progress_ends_the_count(progress: list[bool]) -> None:
 def test_counts_that_differ_are_said_with_what_it_means() -> None:
     found = allocations([start(0), start(1)], "12")
     assert disagreement(found, 2, "12") == ""
-    assert "the others ended before Muster began; see slurm-12.out" in disagreement(found, 50, "12")
+    assert "the other starts ended before Muster began; see slurm-12.out" in disagreement(found, 50, "12")
     assert "its count was reset" in disagreement(found, 0, "12")

@@ -208,7 +208,7 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
     verdict, supervised = live(tmp_path, FakeAgent(ODD, first=FIRST[kind]), *others, spares=spares)
     first, *more = rows(supervised)
     assert first["class"] == "unreachable"
-    assert first["message"].startswith("node 1: its agent hung up before its greeting: ")
+    assert first["message"].startswith("node 1: its agent closed the connection before its greeting: ")
     assert first["message"].splitlines()[1:] == ["to continue without them: --exclude n1"]
     assert all(text.isprintable() for text in first["message"].splitlines())
     assert verdict.code == (exits.DONE if spares else exits.UNREACHABLE)

@@ -61,7 +61,7 @@ def test_a_rank_that_is_elsewhere_than_in_the_collective_is_named_with_its_line(
 def test_a_rank_that_stands_still_is_to_blame_wherever_it_is() -> None:
     found = absent({0: dump(ALL_REDUCE), 1: dump(ALL_REDUCE, state="T"), 2: dump(READS)}, no_source)
     assert found.ranks == (1,)
-    assert found.text.startswith("rank 1 stands still, stopped by a signal: it waits in all_reduce at ")
+    assert found.text.startswith("rank 1 is suspended by a signal: it waits in all_reduce at ")
 
 
 @pytest.mark.parametrize("state", ["t", "T"])
@@ -69,7 +69,7 @@ def test_one_that_stands_still_and_gives_no_stack_is_named_too(state: str) -> No
     found = absent({0: dump(ALL_REDUCE), 1: {"state": state, "lines": []}}, no_source)
     assert (found.ranks, found.text) == (
         (1,),
-        f"rank 1 stands still, stopped by a signal: it wrote no stack (process state {state})",
+        f"rank 1 is suspended by a signal: it wrote no stack (process state {state})",
     )
 
 
@@ -120,7 +120,7 @@ def test_when_all_wait_in_one_place_nobody_is_to_blame() -> None:
     found = absent({0: dump(ALL_REDUCE), 1: dump(ALL_REDUCE)}, no_source)
     assert found.ranks == ()
     assert found.text == (
-        "all 2 ranks report the same: it waits in all_reduce at repo/ddp/all_reduce.py:23 _mean; "
+        "all 2 ranks report the same place: it waits in all_reduce at repo/ddp/all_reduce.py:23 _mean; "
         "check the network and the devices"
     )
 

@@ -278,7 +278,7 @@ def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(t
         (
             {"storage": "none", "run": "", "storage_why": "/runs: cannot write here: Read-only file system"},
             78,
-            "n1: has nowhere to keep the run: /runs: cannot write here: Read-only file system",
+            "n1: cannot store the run: /runs: cannot write here: Read-only file system",
         ),
     ],
 )
