@@ -1,8 +1,8 @@
 """Start one of Muster's processes: `python -I ROOT/muster/launch/boot.py muster.MODULE arguments...`.
 
 -I ignores the user's own packages and PYTHON variables. This file registers its own root folder as the package
-`muster`. So a node runs the intended code (a checkout, a copy, or a snapshot in the run folder), whatever packages
-its Python has. The root itself is never on `sys.path`, so nothing else in it can be imported. MODULE then runs as
+`muster`. So a node runs the intended code (a checkout, a copy, or a snapshot in the run folder), even if its Python has
+another Muster. The root itself is never on `sys.path`, so nothing else in it can be imported. MODULE then runs as
 `__main__`, as with `python -m`. `runpy` and `importlib.util` are not imported, because they cost 4 ms more.
 
 The warm process of a job that sets `python:` runs without -I, because its ranks need the packages that this Python

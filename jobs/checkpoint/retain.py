@@ -127,7 +127,7 @@ def _state(run: RunDir, name: str) -> State | None:
     except FileNotFoundError:
         return "unfinished"
     except BadCheckpointError:
-        return None  # it is verified before it is loaded, and renamed if it is bad
+        return None  # a checkpoint is verified before it is loaded, and renamed if it is bad
 
 
 def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:

@@ -81,7 +81,7 @@ def read_mpi(environ: Mapping[str, str]) -> Found | None:
         if all(name in environ for name in (row.rank, row.size, row.local_rank, row.local_size)):
             return _read_row(environ, row)
     hint = next((name for name in MPI_HINTS if name in environ), None)
-    if hint is None or in_step(environ):  # with srun --mpi=pmi2 or pmix, Slurm's own variables complete these
+    if hint is None or in_step(environ):  # with srun --mpi=pmi2 or pmix, Slurm's own variables have the missing numbers
         return None
     raise RefusedError(
         f"environment: {hint}={environ[hint]} is set, but not the number of ranks on this node and in total; "

@@ -8,11 +8,11 @@ a pair see the same machine load, and drift cancels. If the results were measure
 distinguished from a real difference. A significant difference must then exceed 5 % plus twice the drift within either
 result, and there is no verdict at all if other programs used more than 30 % of a host's CPU time.
 
-**The family.** If two results are equal, at most 2 % of comparisons report any better or worse, however many rows they
-have. Half of the 2 % is spent on the median over all rows, which is less noisy than any single row. The other half is
-spent on the rows (Holm 1979: the k-th smallest of m p-values is compared with 1 % / (m - k + 1)). An interval has the
-confidence level used for its verdict. The limit is 2 % rather than 5 %, so that a gate that runs fifty times reports
-about one false change instead of two or three.
+**The family.** If two results are equal, at most 2 % of comparisons report any row as better or worse, for any number
+of rows. Half of the 2 % is spent on the median over all rows, which is less noisy than any single row. The other half
+is spent on the rows (Holm 1979: the k-th smallest of m p-values is compared with 1 % / (m - k + 1)). An interval has
+the confidence level used for its verdict. The limit is 2 % rather than 5 %, so that a gate that runs fifty times
+reports about one false change instead of two or three.
 
 This table lists the share of comparisons that report a change. The numbers are from simulations in which three launches
 spread by 17 %, with heavy tails and a drift of +-10 %. The benchmark a_a_compare.py measures them on a machine.

@@ -119,6 +119,6 @@ def confidence_lines(rows: Sequence[MeasuredRow]) -> list[str]:
         return []
     lowest = min(measured, key=lambda row: row.confidence)
     of = f"{lowest.launches} launch{'es' * (lowest.launches != 1)}"
-    what = "medians of the launches" if lowest.launches > 1 else "samples of one launch, which say nothing about others"
+    what = "medians of the launches" if lowest.launches > 1 else "samples of one launch; another one may differ"
     advice = "; more --launches increase the confidence" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
     return [f"# +- encloses the median with {lowest.confidence:.0%} confidence ({of}: {what}){advice}"]

@@ -44,7 +44,7 @@ class Format(Generic[Record, Whole]):
     command: str
     mark: str  # top-level key of a file that is one complete result; its value is the version
     version: int
-    header: str  # in a file with one record per line, the record that has the version
+    header: str  # the record with the version, in a file with one record per line
     records: Mapping[str, type[Record]]  # {key: type of the record}; empty if every file is one result
     whole: type[Whole]
     gather: Callable[[Sequence[Record]], Whole | None]  # None: no result yet

@@ -56,7 +56,7 @@ class WriterProcess:
             os.close(text)
 
     def give_up(self, step: int) -> None:
-        """Tell the writer to stop waiting for the other writers of a save."""
+        """Order the writer to stop waiting for the other writers of a save."""
         try:
             self._socket.send((json.dumps({"do": "give_up", "step": step}) + "\n").encode())
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):

@@ -227,8 +227,8 @@ class Session:
         """Log numbers of the current step to metrics.jsonl, the terminal, and TensorBoard if enabled.
 
         `tokens` and `samples` are summed over the ranks and give the rate; all other values are averaged. Tensors of
-        one element are read when the ranks meet, so logging does not wait for the device. Between two steps, rank 0's
-        values are written at once, as an evaluation.
+        one element are read later, when the ranks synchronize, so logging does not wait for the device. Between two
+        steps, rank 0's values are written at once, as an evaluation.
         """
         loop = self._loop
         if loop.in_step:

@@ -206,7 +206,7 @@ MODES: Final[dict[str, Mode]] = {
             _pipeline("zbv"),
             _ALONE,
             True,
-            "zb1p with two slices per rank: down the ranks and up again",
+            "zb1p with two slices per rank; the second slices run in reverse order of ranks",
         ),
         Mode(
             "terapipe",

@@ -13,7 +13,7 @@ from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, s
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
 
 if TYPE_CHECKING:
-    from muster.jobs.spec.train_fields import TrainFields  # for the keys that the rules read
+    from muster.jobs.spec.train_fields import TrainFields  # the type of the keys that the rules read
 else:
     TrainFields = object
 

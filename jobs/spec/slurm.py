@@ -157,7 +157,7 @@ def seconds_of(time: str | int) -> int:
     """Return the length of a time limit in seconds.
 
     Raises:
-        ValueError: if the text has none of the forms TIME_FORMS. `90:00` is refused as ambiguous.
+        ValueError: if the text has another form than those in TIME_FORMS. `90:00` is refused as ambiguous.
     """
     match = _TIME.fullmatch(str(time))
     if match is None:

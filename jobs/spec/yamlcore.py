@@ -67,8 +67,8 @@ def _float(text: str) -> float:
     return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
 
 
-# YAML 1.2.2, section 10.3.2: the types of plain text, tried in this order. The third column lists the characters with
-# which such a text can begin.
+# YAML 1.2.2, section 10.3.2: the types of plain text, tried in this order. The third column lists possible first
+# characters of such a text.
 _SCALARS: Final[tuple[tuple[str, str, str, Callable[[str], Any]], ...]] = (
     ("null", r"null|Null|NULL|~|", "nN~\0", lambda text: None),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),

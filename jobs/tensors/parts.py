@@ -47,7 +47,7 @@ def range_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: in
 
 
 def whole_part(name: str, tensor: Tensor) -> TensorPart:
-    """Return the part for a tensor of which this rank has all elements."""
+    """Return the part for a tensor that this rank has as a whole."""
     return TensorPart(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
 
 

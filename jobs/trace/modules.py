@@ -78,7 +78,7 @@ def forwards_of(nested: Nested) -> dict[int, NestedEvent]:
         forward, backward = at.get(source), at.get(target)
         if forward is not None and backward is not None and forward.event.start_us < backward.event.start_us:
             found[id(backward)] = forward
-    # A link ends at the event of the autograd engine, which includes hooks that communicate. Use the node inside it.
+    # A link ends at the event of the autograd engine, which includes hooks that communicate. Use the operator inside.
     for node in nested.nodes:
         around = node.parent
         if around is not None and id(around) in found and around.event.name == f"{ENGINE}: {node.event.name}":

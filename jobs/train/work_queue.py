@@ -17,7 +17,7 @@ from typing import Final
 
 from muster.jobs.world.world import add_in_order
 
-NONE: Final = -1  # in place of a part's number
+NONE: Final = -1  # sent in place of a part's number: no part
 
 
 @dataclass(frozen=True)

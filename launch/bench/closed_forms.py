@@ -64,7 +64,7 @@ def of_job(
             load.recipe.gradient,
             host_s,
         )
-    except RefusedError:  # the profile has no all-reduce; the rows of the modes say so
+    except RefusedError:  # the profile has no all-reduce; the rows of the modes give this reason
         pass
     return {
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),

@@ -24,7 +24,7 @@ TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True)
 class OwnCode:
-    """The counts of the model and the optimizer that the user's code builds; None for what it does not build."""
+    """The counts of the model and the optimizer that the user's code builds; None if it builds none."""
 
     model: Counted | None = None
     state_bytes: int | None = None  # optimizer state per parameter element

@@ -31,7 +31,7 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
     from muster.jobs.spec.load import load_job
     from muster.launch.common.kinds import KINDS
 
-    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read these
+    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # other modes may read these keys
     if job.kind != "train":
         raise RefusedError(f"{path}: is a {job.kind}: job; only the steps of a train: job can be predicted")
     return job

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS, "words"], help=", ".join(SCRIPTS))
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
-    )  # the words of a command line, of which the last is completed
+    )  # the words of a command line; the last word is completed
 
 
 def run(args: argparse.Namespace) -> int:

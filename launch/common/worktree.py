@@ -1,4 +1,4 @@
-"""Find the code in a working folder: the files that a copy must contain, and those that it may link to.
+"""Find the code in a working folder: the files that a copy must contain, and the files that the copy may link to.
 
     in a git work tree   tracked files, and new ones that git does not ignore, are code
     elsewhere            all files are code, except in hidden folders, caches and Python environments
@@ -22,7 +22,7 @@ CACHES: Final = frozenset(
 )
 NEITHER: Final = CACHES | {".git", ".hg", ".svn"}
 ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that contains one of these is a Python environment
-LINKS_EACH: Final = 2_000  # a folder with more entries than this that git ignores is treated as data, not as code
+LINKS_EACH: Final = 2_000  # maximum ignored entries in a folder of code; a folder with more is treated as data
 WALK_FILES: Final = 100_000  # stop at this many files, for example in a home folder
 
 

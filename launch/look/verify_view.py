@@ -102,7 +102,7 @@ def faults(record: Mapping[str, Any]) -> list[str]:
     for kind, phrase in KINDS.items():
         wrong = [row["name"] for row in record["rows"] if row["kind"] == kind and not row["ok"]]
         if wrong:
-            found.append(f"{len(wrong)} of the {phrase} beyond the bound of the class: {_some(wrong)}")
+            found.append(f"{len(wrong)} of the {phrase} exceed the bound: {_some(wrong)}")
     if differing := record["differing_ranks"]:
         ranks = sorted({rank for each in differing.values() for rank in each})
         verb = "rank {} differs" if len(ranks) == 1 else "ranks {} differ"

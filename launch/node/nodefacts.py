@@ -109,7 +109,7 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
     def probe(name: str, function: Probe) -> None:
         try:
             found[name] = function()
-        except Exception as error:  # `failed` reports it, whatever its type
+        except Exception as error:  # `failed` reports errors of any type
             failed[name] = str(error) or type(error).__name__
 
     threads = {

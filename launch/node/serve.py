@@ -154,7 +154,7 @@ class Agent:
     # The route to the master, and the run folder --------------------------------------------------------------------
 
     async def _try_reach(self, message: wire.Reach, attempt: NodeAttempt) -> None:
-        """Test what the ranks will need: the route to the master, and the run folder."""
+        """Test the things that ranks will need: the route to the master, and the run folder."""
         from muster.launch.common.fingerprint import fingerprint
 
         address, port = message.address, message.port

@@ -38,7 +38,7 @@ class Route:
     port: int = 0  # the port at which agents connect to the supervisor; 0: any free port
     secret: str = ""  # the run's secret, if agents have their keys already
     iface: str | None = None
-    executor: str = ""  # of submitit: slurm, local or debug
+    executor: str = ""  # submitit's executor: slurm, local or debug
 
     @property
     def is_here(self) -> bool:
@@ -116,4 +116,4 @@ class Submission:
         except MusterError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job anew") from error
+            raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job again") from error

@@ -35,10 +35,10 @@ TABLE: Final[tuple[Advice, ...]] = (
     # Runs that did not fail, or were stopped on request.
     Advice("nothing failed; muster list shows other runs", class_name="done"),
     Advice(
-        "it was stopped on purpose; muster resume continues from its last checkpoint, muster run starts anew",
+        "it was stopped on purpose; muster resume continues from its last checkpoint, muster run starts a new run",
         class_name="stopped",
     ),
-    Advice("it was stopped on purpose and saved nothing: muster run starts anew", class_name="stopped-unsaved"),
+    Advice("it was stopped on purpose and saved nothing: muster run starts a new run", class_name="stopped-unsaved"),
     Advice(
         "it was stopped early, after a save: muster resume RUN continues it; a job that Slurm queues again continues "
         "by itself",
@@ -57,7 +57,7 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice(
         "muster checkpoint list shows the checkpoints, muster checkpoint verify shows their faults; if one is good, "
-        "continue from it with muster resume --from STEP, else start anew with muster run",
+        "continue from it with muster resume --from STEP, else start a new run with muster run",
         class_name="no-checkpoint",
     ),
     Advice(
@@ -203,7 +203,7 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice(
         "its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); "
-        "nothing was saved: muster stop RUN ends leftover processes, muster run starts anew",
+        "nothing was saved: muster stop RUN ends leftover processes, muster run starts a new run",
         class_name="lost-unsaved",
     ),
     # No message matched: judge by how the process ended.

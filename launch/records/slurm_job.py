@@ -31,7 +31,7 @@ from muster.slurm.client import Client
 from muster.slurm.script import OUTPUT
 from muster.slurm.states import JobOutcome, JobState, is_orphan, outcome, waiting
 
-# Variables with which Slurm's commands find the cluster. `muster status` may be called from a shell without them.
+# Variables by which Slurm's commands find the cluster. `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Exit codes of runs ended by a failed node, a preemption, the time limit or an operator. Slurm may requeue them.
 FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)

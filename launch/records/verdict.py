@@ -8,8 +8,8 @@ A rank's end has a cause:
     tolerated a signal, or the loss of its node, ended it, and the other ranks continue without it (mode asynchronous)
     own       anything else: an exception, a signal from outside, a missing program
 
-A rank that lost its connection is a victim if any rank failed for a reason of its own, whichever was seen first:
-the kernel closes a dying process's sockets before its parent can see that it died.
+A rank that lost its connection is a victim if any rank failed for a reason of its own, even if the victim was seen
+first: the kernel closes a dying process's sockets before its parent can see that it died.
 """
 
 from collections.abc import Mapping, Sequence

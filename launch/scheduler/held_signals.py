@@ -32,7 +32,7 @@ def request_stop(run: RunDir, grace_s: float | None, *, now: bool = False, **sai
 
 
 def ended_by_signal(run: RunDir) -> bool:
-    """Return whether Ctrl-C or another signal asked for the end of a run, whatever its verdict."""
+    """Return whether Ctrl-C or another signal asked for the end of a run, regardless of its verdict."""
     return read_rows(run).asked in BY_SIGNAL
 
 

@@ -1,4 +1,4 @@
-"""Store Muster's own files once per content, however many run folders hold them.
+"""Store each of Muster's own files only once, even if many run folders contain it.
 
     <runs>/<run>/code/muster/launch/cli.py ─┐
     <runs>/<other>/code/muster/launch/cli.py ├─ one file with three names (hard links)

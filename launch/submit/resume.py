@@ -137,7 +137,7 @@ def check_kind(run: RunDir, job: Job) -> None:
     """
     if job.kind not in ("train", "command"):
         raise RefusedError(
-            f"{run.run_id}: a {job.kind}: job saves nothing; muster run {shlex.quote(str(run.job))} starts it anew"
+            f"{run.run_id}: a {job.kind}: job saves nothing; muster run {shlex.quote(str(run.job))} starts it again"
         )
 
 
@@ -149,7 +149,7 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
     """
     if wanted is not None:
         return
-    anew = f"muster run {shlex.quote(str(run.job))} starts it anew"
+    anew = f"muster run {shlex.quote(str(run.job))} starts a new run"
     if not isinstance(before.settings, TrainSettings) or not isinstance(after.settings, TrainSettings):
         raise RefusedError(f"{run.run_id}: is done; {anew}")
     key = "steps" if before.settings.steps is not None else "epochs"
@@ -176,7 +176,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         return
     if job.kind == "train" and job.checkpoint is None:
         raise NoCheckpointError(
-            f"{run.run_id}: the job has no checkpoint: section, so nothing was saved; start it anew with one: "
+            f"{run.run_id}: the job has no checkpoint: section, so nothing was saved; start it again with one: "
             f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
     chosen = newest_good(run, say=say, deep=False, mark=False, **_asked(wanted))
@@ -210,7 +210,7 @@ def _asked(wanted: str | None) -> dict[str, Any]:
 def changed(run: RunDir, before: Submission, request: Request, wanted: str | None) -> PreparedSubmission:
     """Return the submission, changed only where the command line asks for it."""
     if not run.job.is_file():
-        raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
+        raise RunFolderError(f"{run.path}: has no job.yaml; submit the job again")
     other_site = request.site is not None
     new = replace(request, job=str(run.job), site=request.site or str(run.site))
     if not new.names_hosts and not new.executor:
@@ -223,7 +223,7 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
     if code is not None and Path(code, "launch").is_dir() and not Path(code, "muster").is_dir():
         raise RefusedError(
             f"{run.run_id}: {code} holds Muster's code in an older layout, which this Muster cannot start; "
-            "resume the run with the Muster that submitted it, or submit its job anew"
+            "resume the run with the Muster that submitted it, or submit its job again"
         )
     return prepared.changed(
         run=run,

@@ -5,7 +5,8 @@
          │                        ├── a drain: hold, agree on a step, save, end with 75
          └── a failure, the user, a deadline, a hang or a lost node ──→ stop all: TERM, grace, KILL, sweep
 
-`supervisor.py`, which outlives the attempt, passes on the messages of the nodes. Each attempt numbers its nodes anew.
+`supervisor.py`, which outlives the attempt, passes on the messages of the nodes. Each attempt has its own numbers for
+the nodes.
 """
 
 import time
@@ -37,7 +38,7 @@ from muster.slurm.notice import PREEMPTED, Notice
 SWEEP_S: Final = 3.0  # time after the grace period for nodes to report the last SIGKILL
 MEET_S: Final = 5.0  # added to the start time-out, so that the ranks report their own time-out first
 DRAIN_S: Final = 60.0
-LEAVING_S: Final = 5.0  # reserved before a scheduler's deadline, to sweep and to requeue the job
+LEAVING_S: Final = 5.0  # time before a scheduler's deadline that is reserved for sweeping and for requeuing the job
 LONGEST_WHY: Final = 1 << 12  # characters
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 

@@ -19,7 +19,7 @@ def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], ifa
         chosen = network.choose(addresses, iface)
         if chosen is None:
             found = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
-            raise RefusedError(f"{host}: --iface {iface}: no such network on this host, which has {found}")
+            raise RefusedError(f"{host}: --iface {iface}: this host has no such network; it has {found}")
         return chosen[1]
     if not greeted or greeted.startswith("127.") or ":" in greeted:
         raise RefusedError(

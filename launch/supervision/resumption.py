@@ -43,7 +43,7 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     if chosen is None and run.checkpoints.is_dir() and any(run.checkpoints.glob("bad-*")):
         raise NoCheckpointError(
             f"{run.checkpoints}: every checkpoint is broken (bad-*), so the run cannot continue; "
-            f"{run.command('checkpoint list')} shows why; start the job anew with muster run"
+            f"{run.command('checkpoint list')} shows why; start a new run with muster run"
         )
     resume = None
     if chosen is not None:

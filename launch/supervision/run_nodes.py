@@ -199,7 +199,7 @@ class RunNodes:
             node.channel.abort()  # an agent that is still alive then knows that it was given up
 
     def note_ways(self, joined: Sequence[int], cut_off: Sequence[int]) -> None:
-        """Record which slots reached the master (`joined`, with its own slot), and which did not (`cut_off`)."""
+        """Record which slots reached the master (`joined`, with the master's own), and which did not (`cut_off`)."""
         if self.cuts:
             self.cuts -= {frozenset(pair) for pair in combinations(joined, 2)}
         for slot in cut_off:

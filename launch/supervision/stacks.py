@@ -28,7 +28,7 @@ STANDS_STILL: Final = ("T", "t")
 COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
 DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")
-# A call into C has no frame, so waiting calls are recognized by the source line that makes the call.
+# A call into C has no frame, so a waiting call is recognized by its source line in Python.
 WAITING_LINE: Final = re.compile(r"\.(wait|synchronize|barrier|item|tolist|cpu|numpy)\(|\bdist\.\w+\(")
 INTERNAL: Final = re.compile(r"/torch/|/contextlib\.py$")
 NAMED: Final = 4  # maximum number of ranks that a message describes one by one
@@ -154,7 +154,7 @@ def _call(stack: Sequence[Frame], source: Source) -> str:
 
 
 def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Blamed:
-    """Blame the ranks that are not where the majority is. Without a majority, blame those that are farthest ahead."""
+    """Blame the ranks that are not where the majority is. Without a majority, blame the leading ranks."""
     (place, count), *others = Counter(each.place for each in found.values()).most_common()
     if not others:
         where = next(iter(found.values()))

@@ -104,7 +104,7 @@ def points_of(axes: Sequence[Axis], base: str, repeats: int = 1) -> list[SweepPo
     """Return a point for each combination of the axes' values, the last axis varying fastest. Names begin with `base`.
 
     Repeats are separate points. All points run once before any runs again, so that drift of the machine affects all
-    points alike.
+    points equally.
     """
     points: list[SweepPoint] = []
     taken: set[str] = set()
@@ -168,7 +168,7 @@ def sweep_path(root: Path, name: str) -> Path:
 
 
 def sweeps_in(root: Path) -> list[Path]:
-    """List the folders that look like sweeps, whoever made them."""
+    """List the folders of all users that look like sweeps."""
     return sorted(path.parent for path in root.glob(f"{PREFIX}*/{RECORD}"))
 
 

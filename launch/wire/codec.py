@@ -67,7 +67,7 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
     """Return the message in a line.
 
     Raises:
-        ProtocolError: if the line is not JSON, is of none of these kinds, or has an invalid field.
+        ProtocolError: if the line is not JSON, is not a message of these kinds, or has an invalid field.
     """
     try:
         found = parse_json(line)

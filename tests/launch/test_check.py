@@ -170,4 +170,4 @@ def test_code_that_is_not_where_the_site_file_says_is_named(check: Check, box: L
 @pytest.mark.timeout(120)
 def test_a_master_address_that_nodes_do_not_share_is_named(check: Check, box: LiveBox) -> None:
     assert check(FOUR, "--hosts", box.spelt, "--iface", "eth7") == 78
-    assert "node0: --iface eth7: no such network on this host, which has eth1" in check.out
+    assert "node0: --iface eth7: this host has no such network; it has eth1" in check.out

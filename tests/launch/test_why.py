@@ -80,7 +80,7 @@ def test_a_run_that_the_user_stopped_blames_nobody(make_run, muster) -> None:
     folder.ended(code=130, name="stopped")
     assert muster("why")[1] == (
         f"{ID} was stopped\n\n  stopped by the user\n\n  ranks 0-1 were stopped\n\n"
-        "next: it was stopped on purpose and saved nothing: muster run starts anew\n"
+        "next: it was stopped on purpose and saved nothing: muster run starts a new run\n"
     )
 
 
@@ -114,7 +114,7 @@ def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:
       | Killed
 
 next: its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); \
-nothing was saved: muster stop {ID} ends leftover processes, muster run starts anew
+nothing was saved: muster stop {ID} ends leftover processes, muster run starts a new run
 """
     )
 

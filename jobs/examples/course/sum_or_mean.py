@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-GRADIENTS = (0.8, -0.2, -0.7, 0.4)  # of ranks 0 to 3
+GRADIENTS = (0.8, -0.2, -0.7, 0.4)  # the gradients of ranks 0 to 3
 WEIGHT, LR = 0.1, 0.1  # the weight that rank 0 broadcast
 
 

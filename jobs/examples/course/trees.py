@@ -12,7 +12,7 @@ from ranks import on_ranks
 
 from muster.ddp.primitives import tree_broadcast, tree_reduce
 
-VALUES = (0.1, -0.2, -0.3, 0.5, -0.6, -0.1, 0.2, 0.3)  # of ranks 0 to 7
+VALUES = (0.1, -0.2, -0.3, 0.5, -0.6, -0.1, 0.2, 0.3)  # the values of ranks 0 to 7
 
 
 def show(what: str, value: torch.Tensor, holders: range) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 64  # of a tile; Triton needs powers of 2
+ROWS, COLUMNS = 16, 64  # size of a tile; Triton needs powers of 2
 
 
 @triton.jit

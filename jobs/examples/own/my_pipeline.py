@@ -18,7 +18,7 @@ class MyPipeline:
         cuts = [len(layers) * each // (self.last + 1) for each in range(self.last + 2)]
         self.stage = nn.Sequential(*list(layers)[cuts[self.rank] : cuts[self.rank + 1]])
         self.microbatches = microbatches
-        self.like = next(layers.parameters()).detach()[:0]  # what is received has its type and device
+        self.like = next(layers.parameters()).detach()[:0]  # has the dtype and device of received tensors
         self.sending: list[tuple[Any, Tensor]] = []
 
     def parameters(self) -> Iterator[nn.Parameter]:

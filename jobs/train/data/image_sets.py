@@ -26,9 +26,9 @@ DIGIT_TRAIN_SAMPLES: Final = 1437
 # Mean and standard deviation of all pixels of the 1,437 training images, scaled from 0..16 to 0..1, for each of three
 # equal channels.
 DIGITS_NORM: Final = Normalise(16.0, (0.30538611,) * 3, (0.37550711,) * 3)
-# The same per channel for the 50,000 training images of CIFAR-10; the commonly used values.
+# Mean and standard deviation per channel of the 50,000 training images of CIFAR-10; the commonly used values.
 CIFAR10_NORM: Final = Normalise(255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-# The same for uniform numbers in 0..1: mean 1/2, variance 1/12.
+# Mean and standard deviation of uniform numbers in 0..1: mean 1/2, variance 1/12.
 SYNTHETIC_NORM: Final = Normalise(255.0, (0.5,) * 3, (0.28867513,) * 3)
 
 SYNTHETIC_TRAIN_SAMPLES: Final = 50_000

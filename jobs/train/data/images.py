@@ -20,7 +20,7 @@ class ImageSet:
     """The training or evaluation part: sample i is image `rows[i]` (image i without `rows`) with label `labels[i]`."""
 
     pixels: Tensor  # uint8 (images, 3, 32, 32)
-    labels: Tensor  # any integer type, (samples,)
+    labels: Tensor  # (samples,) of any integer type
     rows: Tensor | None = None  # int64 (samples,)
 
     def select(self, indices: Tensor) -> tuple[Tensor, Tensor]:

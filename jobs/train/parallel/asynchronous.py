@@ -48,7 +48,7 @@ class AsynchronousReplica(Replica):
             make_state(optimizer, settings.optimizer)
             return optimizer
 
-        # The longest time that a worker may compute between two messages; other modes use it as collectives' timeout.
+        # Limit for the time between two messages of a worker, equal to the timeout of collectives in other modes.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         assert group is not None
         self.optimizer = AsynchronousOptimizer(trained, build, group, servers=settings.servers, **options)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "replay"]
-PHASES: Final[tuple[Phase, ...]] = ("data", "forward", "backward", "communication", "optimizer")  # in every row
+PHASES: Final[tuple[Phase, ...]] = ("data", "forward", "backward", "communication", "optimizer")  # every row has these
 
 
 @dataclass(frozen=True)

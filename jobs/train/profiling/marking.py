@@ -1,7 +1,8 @@
 """Mark modules in the profiler's trace: while steps are recorded, every forward of a module is a named range.
 
 The hooks are global, so the model's modules stay unchanged, and a loss that is a module is marked, too. The name of a
-range begins with the kind of its module (attention, norm, ...). A module without a kind of its own has its parent's.
+range begins with the kind of its module (attention, norm, ...). A module without a kind of its own has the kind of its
+parent.
 """
 
 import re
@@ -101,8 +102,8 @@ class Marks:
 def texts_of(model: nn.Module, *, has_last: bool) -> dict[nn.Module, str]:
     """Return the name of each module's range: the module's kind and name.
 
-    A module without a kind of its own has that of its parent. The last linear layer is the head, unless its parent has
-    another kind.
+    A module without a kind of its own has the kind of its parent. The last linear layer is the head, unless its parent
+    has another kind.
     """
     kinds: dict[str, str] = {}
     last = ""

@@ -72,7 +72,7 @@ def pipes(bench: Bench) -> None:
     judge_loss(bench, loss, float(wanted_loss.detach()))
     starts = bench.traffic.starts()
     said = f"{len(starts)} messages on this rank, {kib(sum(each.size for each in starts))} of activations and gradients"
-    bench.row("collectives", True if starts else None, said if starts else "none passes through Python")
+    bench.row("collectives", True if starts else None, said if starts else "no message is sent through Python")
 
 
 def judge_division(bench: Bench, names: list[str], owned: list[str], watched: PipeWatch) -> None:

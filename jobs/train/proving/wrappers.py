@@ -73,7 +73,7 @@ def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
     pairs = zip(module.named_parameters(), reference.parameters(), strict=True)
     wrong = [name for (name, each), wanted in pairs if not same(each, wanted)]
     trained = [name for name in wrong if name != "frozen"]
-    end = "not rank 0's after construction"
+    end = "differs from rank 0's after construction"
     said = f"{few(trained)} {end}" if trained else ""
     bench.judge("parameters-broadcast", said, "equal to rank 0's on all ranks, which began with different values")
     own = zip(module.named_buffers(), reference.buffers(), strict=True)

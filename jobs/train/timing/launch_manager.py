@@ -4,7 +4,7 @@
                                          └ fork · build the model · warm up · steps · peak memory
 
 It runs no torch operation itself, so every fork starts fresh, without warm caches or memory from other rows. The
-launches of a row are spread over the run, so a drift of the machine affects all rows alike. A launch that exceeds its
+launches of a row are spread over the run, so a drift of the machine affects all rows equally. A launch that exceeds its
 time is killed, and its completed steps are kept. A row whose launch failed gets no other launch.
 """
 

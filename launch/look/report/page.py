@@ -1,4 +1,4 @@
-"""A report as a self-contained HTML file. Jinja2 escapes all texts. A content security policy allows only its code."""
+"""A report as a self-contained HTML file. Jinja2 escapes all texts. Its content policy allows only its own script."""
 
 import base64
 import hashlib

@@ -102,7 +102,7 @@ def _attempts(history: AttemptHistory) -> Table:
     columns += [f"{part.removesuffix('_s')}>" for part in PARTS]
     shown = history.attempts[-MOST_ROWS:]
     left_out = len(history.attempts) - len(shown)
-    caption = f"Attempts and the time lost by their ends{f' (the first {left_out} are left out)' if left_out else ''}"
+    caption = f"Attempts, and the time lost after each{f' (the first {left_out} are left out)' if left_out else ''}"
     total = ["all", "", "", "", "", "", history.lost_steps, f"{history.lost_s:.2f}"]
     return table(caption, columns, [*map(_attempt, shown), [*total, *([""] * len(PARTS))]])
 

@@ -18,7 +18,7 @@ GOLDEN = """\
    gpt-2.7b     step      fp32 2,543,000,000    16     128  out of memory: needs 38.1 GB for weights, gradients and moments
 # the first step takes up to 10.0 x the fastest (gpt-nano forward)
 # rate: tokens and images; work: operations that the model needs; matmul: rate of work relative to that of the product above; memory: peak growth of the process
-# +- encloses the median with 0% confidence (1 launch: samples of one launch, which say nothing about others); more --launches increase the confidence
+# +- encloses the median with 0% confidence (1 launch: samples of one launch; another one may differ); more --launches increase the confidence
 # verdict: OK"""  # noqa: E501
 
 

@@ -170,7 +170,7 @@ def test_a_result_that_was_broken_off_is_not_ok_whoever_reads_it(tmp_path: Path,
     write_result(made.model_copy(update={"blocks": [block(world(), first)]}), tmp_path / "cut.json")
     assert cli.main(["bench", "show", str(tmp_path / "cut.json")]) == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "# +- encloses the median with 96% confidence (1 launch: samples of one launch, which say nothing about others"
+        "# +- encloses the median with 96% confidence (1 launch: samples of one launch; another one may differ"
         "); more --launches increase the confidence",
         "# not finished: 1 of 15 blocks; 2 rows never begun",
         "# verdict: UNFINISHED",

@@ -75,7 +75,7 @@ def test_what_is_outside_the_class_is_named_and_fails() -> None:
     text = page(record(*rows, **{"pass": False, "differing_ranks": {"norm.weight": [2]}}))
     assert "0.5: not bitwise equal" in " ".join(text.split()).replace("5.0e-01", "0.5")
     assert "FAIL" in text
-    assert "1 of the gradients beyond the bound of the class: norm.weight" in text
+    assert "1 of the gradients exceed the bound: norm.weight" in text
     assert "rank 2 differs from rank 0 in norm.weight" in text
 
 

@@ -392,5 +392,5 @@ def test_what_must_stay_equal_is_refused_before_anything_is_written(stopped, mus
 
 def test_the_command_that_starts_anew_quotes_the_path_of_its_job() -> None:
     run = RunDir(Path("/runs $(id)/vgg"))
-    with pytest.raises(RefusedError, match=r"muster run '/runs \$\(id\)/vgg/job.yaml' starts it anew"):
+    with pytest.raises(RefusedError, match=r"muster run '/runs \$\(id\)/vgg/job.yaml' starts it again"):
         resume.check_kind(run, SimpleNamespace(kind="bench"))

@@ -156,5 +156,5 @@ def test_one_that_was_tampered_with_is_refused_with_its_path(
 def test_one_that_is_missing_or_no_record_is_refused(run: RunDir, text: str | None) -> None:
     if text is not None:
         run.submission.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(RunFolderError, match=r"submission.json: cannot be read: .*; submit the job anew"):
+    with pytest.raises(RunFolderError, match=r"submission.json: cannot be read: .*; submit the job again"):
         Submission.read(run)

@@ -242,7 +242,7 @@ def test_a_network_of_the_users_choice_says_where_they_meet(tmp_path: Path, want
 
 def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
     stop = Start(tmp_path, iface="ib0").all_answer().prepared(ADDRESSES)
-    assert stop == Stop(78, "n0: --iface ib0: no such network on this host, which has eth0 192.168.0.4, eth1 10.10.2.4")
+    assert stop == Stop(78, "n0: --iface ib0: this host has no such network; it has eth0 192.168.0.4, eth1 10.10.2.4")
 
 
 # What the nodes find --------------------------------------------------------------------------------------------------
