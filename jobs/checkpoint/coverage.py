@@ -6,7 +6,7 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint.pieces import Piece, Range
 
-MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes; a tensor split into thousands of columns needs far fewer
+MAX_COMPARISONS: Final = 1_000_000  # maximum pairs of boxes to compare; even thousands of columns need far fewer
 
 
 def check_coverage(name: str, pieces: Sequence[Piece], where: object) -> None:

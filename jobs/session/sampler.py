@@ -96,7 +96,7 @@ class Sampler:
         left, whole = self.samples - position, self.batch_size * self.ranks
         if left == 0 or (self.drop_last and left < whole):
             return None
-        # If fewer samples than ranks would remain, they join this batch.
+        # If fewer samples than ranks would remain, this batch includes them.
         return self.samples if left < whole + (0 if self.drop_last else self.ranks) else position + whole
 
     def _share(self, start: int, stop: int) -> range:

@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss: Loss = mean_loss) -> Evaluation | None:
-    """Evaluate the model on the evaluation samples: a collective. Return None if there are none."""
+    """Evaluate the model on the evaluation samples: a collective. Return None without evaluation samples."""
     engine.model.synchronize_buffers()
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
     if blocks == 0:

@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """End what remains of a node's lost agent, and start a new agent.
+        """End the remaining processes of a node's lost agent, and start a new agent.
 
         The new agent is reported to the gate like those of `start`. Nothing more is reported about the lost agent.
 

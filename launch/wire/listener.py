@@ -32,7 +32,7 @@ from muster.launch.wire.handshake import (
 )
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
-UNPROVED: Final = 256  # maximum handshakes at once, plus one per node; then the oldest without a greeting is dropped
+UNPROVED: Final = 256  # maximum handshakes at once, plus one per node; a further one drops the oldest without greeting
 HANDSHAKE_S: Final = 10.0
 REPORT_S: Final = 1.0
 PAUSE_S: Final = 0.05  # pause after an error of accept(2), such as running out of descriptors
