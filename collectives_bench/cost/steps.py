@@ -121,7 +121,7 @@ def _row(way: Way, load: RankLoad, compute: Compute | None, times: Sequence[Time
     memory = memory_of(way, load)
     notes = () if way.is_built else ("not built yet",)
     if memory is None:
-        what = "has no width to cut" if way.family == "tensor" else "has too few layers"
+        what = "has no width to split" if way.family == "tensor" else "has too few layers"
         return ModePrediction(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
     known = compute or NO_COMPUTE
     try:
