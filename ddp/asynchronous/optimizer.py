@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.asynchronous.server import LEAVE, PULL, PUSH, TAG, ParameterServer
+from muster.ddp.asynchronous.links import TAG, open_links, uses_nccl
+from muster.ddp.asynchronous.server import LEAVE, PULL, PUSH, ParameterServer
 from muster.ddp.asynchronous.shards import bounds
 
 
@@ -27,7 +28,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     The constructor is a collective of `group`, a gloo group: it sets the parameters to the values of rank 0, and makes
     them views of one flat tensor. Ranks 0 to `servers` - 1 of the group serve one shard each (default: all ranks).
     `kind` is a class of element-wise optimizers, and `options` are its keyword arguments. A parameter without a
-    gradient is treated as if its gradient were 0. CUDA tensors are sent through pinned host memory.
+    gradient is treated as if its gradient were 0. CUDA tensors are sent over NCCL if the default group uses it, else
+    through pinned host memory (see `links`).
 
     If a rank that serves no shard is lost, all other ranks continue to work.
 
@@ -62,21 +64,27 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._slots = [slot.view_as(p) for slot, p in zip(torch.split(self._gradient, sizes), trained, strict=True)]
         for parameter, slot in zip(trained, torch.split(self._values, sizes), strict=True):
             parameter.data = slot.view_as(parameter)
-        self._host = [self._values, self._gradient]  # the tensors to send, in host memory
-        if self._values.is_cuda:
-            self._host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self._host]
-            self._host[0].copy_(self._values)
-        dist.broadcast(self._host[0], group=group, group_src=0)
-        self._to_device()
+        first = self._values.cpu()  # the same memory, if it is on the host
+        dist.broadcast(first, group=group, group_src=0)
+        self._values.copy_(first)
+        device = self._values.device
+        self._sent = [self._values, self._gradient]  # what travels: on the device for NCCL, else in host memory
+        self._copied = device.type == "cuda" and not uses_nccl(device)
+        if self._copied:
+            self._sent = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self._sent]
         self.bounds = [(start, stop) for start, stop in bounds(len(self._values), count) if start < stop]
+        self._links = open_links(group, range(len(self.bounds)), device)
         self.staleness = [0] * len(self.bounds)
         self.on_wait: Callable[[bool], None] = lambda begins: None  # called with True before communication, False after
         self.server: ParameterServer | None = None
         if self.rank < len(self.bounds):
             start, stop = self.bounds[self.rank]
             shard = nn.Parameter(self._values[start:stop].clone())
-            others = [each for each in range(self.workers) if each != self.rank]
-            self.server = ParameterServer(shard, kind([shard], **options), group, others)
+            if uses_nccl(device):
+                _load_kernels(shard, kind, options)
+            links = {worker: link for (worker, server), link in self._links.items() if server == self.rank}
+            room = self._sent[0][start:stop]
+            self.server = ParameterServer(shard, kind([shard], **options), group, links, room)
             served = self.server.optimizer.state  # some optimizers create their state in the first step
             self.state[shard] = {"values": shard.data, "gradient": shard.grad, "served": served}
 
@@ -92,8 +100,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
         if self.workers > 1:
             self._gradient.div_(self.workers)
-        if self._values.is_cuda:
-            self._host[1].copy_(self._gradient)
+        if self._copied:
+            self._sent[1].copy_(self._gradient)
         self.on_wait(True)
         self.staleness = self._exchange(PUSH)
         self.on_wait(False)
@@ -111,6 +119,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         for server in range(len(self.bounds)):
             if server != self.rank:
                 dist.send(self._request(LEAVE), group=self.group, group_dst=server, tag=TAG)
+                self._links[self.rank, server].close()
         if self.server is not None:
             self.server.join()
 
@@ -119,14 +128,17 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def _exchange(self, what: float) -> list[int]:
         """Send a request to all servers, and receive all replies; return the staleness that each server reports."""
-        values, gradient = self._host
-        request, sending = self._request(what), []
+        values, gradient = self._sent
+        request = self._request(what)
+        requests, pushes = list[dist.Work | None](), list[Callable[[], object]]()
         remote = [each for each in range(len(self.bounds)) if each != self.rank]
         for server in remote:
             start, stop = self.bounds[server]
-            sending.append(dist.isend(request, group=self.group, group_dst=server, tag=TAG))
+            requests.append(dist.isend(request, group=self.group, group_dst=server, tag=TAG))
             if what == PUSH:
-                sending.append(dist.isend(gradient[start:stop], group=self.group, group_dst=server, tag=TAG))
+                pushes.append(self._links[self.rank, server].push(gradient[start:stop]))
+        for sent in pushes:
+            sent()
         found = [0] * len(self.bounds)
         if self.server is not None:
             start, stop = self.bounds[self.rank]
@@ -139,14 +151,22 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         for server in remote:
             start, stop = self.bounds[server]
             dist.recv(reply, group=self.group, group_src=server, tag=TAG + 1)
-            dist.recv(values[start:stop], group=self.group, group_src=server, tag=TAG + 1)
+            self._links[self.rank, server].replied(values[start:stop])
             found[server] = int(reply[0])
-        for work in sending:
+        for work in requests:
             if work is not None:
                 work.wait()
-        self._to_device()
+        if self._copied:
+            self._values.copy_(values)
         return found
 
-    def _to_device(self) -> None:
-        if self._values.is_cuda:
-            self._values.copy_(self._host[0])
+
+def _load_kernels(shard: Tensor, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Step a copy of a shard once, so that the servers' threads load no kernels and allocate no memory later.
+
+    Both can wait for all kernels of the device, and a message of NCCL that waits for this rank would then wait forever.
+    """
+    copied = nn.Parameter(shard.detach().clone())
+    copied.grad = torch.zeros_like(copied)
+    kind([copied], **options).step()
+    torch.cuda.synchronize(shard.device)

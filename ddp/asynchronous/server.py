@@ -7,8 +7,8 @@
 One thread per remote worker waits for its requests, so a slow or lost worker delays no other worker.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import Lock, Thread
 from typing import Final
 
@@ -16,22 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.asynchronous.links import TAG, Link
+
 PUSH: Final = 1.0  # request, followed by a gradient; the reply is the updated shard
 PULL: Final = 2.0  # request; the reply is the shard
 LEAVE: Final = 3.0  # the last request of a worker; there is no reply
-TAG: Final = 7101
 
 
 class ParameterServer:
-    """Serve a shard to the ranks of a gloo group until all of them have left or are lost.
+    """Serve a shard to the workers of `links` until all of them have left or are lost.
 
-    `optimizer` steps `shard`, a flat tensor on any device. The server replaces its `.grad`. The *staleness* of a
-    gradient is the number of updates that the shard has received since the worker pulled the values for which it was
-    computed.
+    Requests arrive over `group`, a gloo group. `room` is an empty tensor like those that the links carry. `optimizer`
+    steps `shard`, a flat tensor on any device. The server replaces its `.grad`. The *staleness* of a gradient is the
+    number of updates that the shard has received since the worker pulled the values for which it was computed.
     """
 
     def __init__(
-        self, shard: Tensor, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, workers: Iterable[int]
+        self,
+        shard: Tensor,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        links: Mapping[int, Link],
+        room: Tensor,
     ) -> None:
         self.shard = shard
         self.optimizer = optimizer
@@ -45,14 +51,19 @@ class ParameterServer:
         shard.grad = torch.zeros_like(shard)
         if shard.is_cuda:  # the stream must not start before the shard and its state are written
             torch.cuda.synchronize(shard.device)
-        self._threads = [Thread(target=self._serve, args=(each,), daemon=True) for each in workers]
+        self._threads = [
+            Thread(
+                target=self._serve, args=(each, link, torch.empty_like(room, pin_memory=room.is_pinned())), daemon=True
+            )
+            for each, link in links.items()
+        ]
         for thread in self._threads:
             thread.start()
 
     def push(self, worker: int, gradient: Tensor, lr: float, into: Tensor) -> int:
         """Apply a worker's gradient, copy the shard into `into`, and return the gradient's staleness.
 
-        Both tensors are in host memory, with the shard's shape.
+        Both tensors have the shard's shape.
 
         Raises:
             RuntimeError: if an earlier update failed.
@@ -74,7 +85,7 @@ class ParameterServer:
             return staleness
 
     def pull(self, worker: int, into: Tensor) -> None:
-        """Copy the shard into `into`, a tensor in host memory."""
+        """Copy the shard into `into`."""
         with self._lock, self._beside():
             self._check()
             self._copy(worker, into)
@@ -99,28 +110,41 @@ class ParameterServer:
         if self._failure is not None:
             raise RuntimeError(f"a parameter server's update failed: {self._failure}") from self._failure
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """Return a context for work that need not wait for the kernels of this rank's own worker."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work on a stream of its own, which waits for the caller's stream but not for kernels launched later."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.shard.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
-    def _serve(self, worker: int) -> None:
-        if self.shard.is_cuda:
-            torch.cuda.set_device(self.shard.device)  # the device of this thread
-        request = torch.empty(2, dtype=torch.float64)  # [PUSH, PULL or LEAVE; learning rate]
-        reply = torch.zeros(2, dtype=torch.float64)  # [staleness, unused]
-        room = torch.empty(self.shard.shape, dtype=self.shard.dtype, pin_memory=self.shard.is_cuda)
+    def _serve(self, worker: int, link: Link, room: Tensor) -> None:
         try:
-            while True:
-                dist.recv(request, group=self.group, group_src=worker, tag=TAG)
-                what, lr = request.tolist()
-                if what == LEAVE:
-                    return
-                if what == PUSH:
-                    dist.recv(room, group=self.group, group_src=worker, tag=TAG)
-                    reply[0] = self.push(worker, room, lr, room)
-                else:
-                    self.pull(worker, room)
-                dist.send(reply, group=self.group, group_dst=worker, tag=TAG + 1)
-                dist.send(room, group=self.group, group_dst=worker, tag=TAG + 1)
+            if self._stream is None:
+                self._answer(worker, link, room)
+                return
+            torch.cuda.set_device(self.shard.device)  # the device of this thread
+            with torch.cuda.stream(torch.cuda.Stream(self.shard.device)):  # type: ignore[no-untyped-call]
+                self._answer(worker, link, room)
         except RuntimeError:  # gloo raises this when the connection is closed
             self.lost.append(worker)
+        finally:
+            link.close()
+
+    def _answer(self, worker: int, link: Link, room: Tensor) -> None:
+        request = torch.empty(2, dtype=torch.float64)  # [PUSH, PULL or LEAVE; learning rate]
+        reply = torch.zeros(2, dtype=torch.float64)  # [staleness, unused]
+        while True:
+            dist.recv(request, group=self.group, group_src=worker, tag=TAG)
+            what, lr = request.tolist()
+            if what == LEAVE:
+                return
+            if what == PUSH:
+                link.pushed(room)
+                reply[0] = self.push(worker, room, lr, room)
+            else:
+                self.pull(worker, room)
+            dist.send(reply, group=self.group, group_dst=worker, tag=TAG + 1)
+            link.reply(room)

@@ -29,7 +29,7 @@ THROUGH_THE_HOST: Final = {
     "zero1": "its optimizer and its gathers are started by the host",
     "zero2": "its optimizer and its gathers are started by the host",
     "zero3": "the host allocates and frees the memory of parameters within a step",
-    "asynchronous": "gradients and parameters pass through the host",
+    "asynchronous": "the host requests every exchange with the servers",
     "tensor": "recording the collectives within its layers is not supported yet",
     "fsdp": "the host allocates and frees the memory of parameters within a step",
 }

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class AsynchronousReplica(Replica):
     """A worker's copy. Gradients are not averaged: each goes to the servers, which update the parameters with it.
 
-    Servers communicate over gloo, also between GPUs. A receive of NCCL would occupy the GPU until its message arrives,
-    and a lost peer would abort NCCL's communicator.
+    Between GPUs gradients and shards travel over NCCL, all other messages over gloo (`ddp/asynchronous/links.py`).
     """
 
     optimizer: AsynchronousOptimizer
