@@ -20,7 +20,6 @@ ABOUT: Final = {
     "memory": "peak memory of the fullest rank, measured and predicted",
     "timeline": "computation and communication in the newest recorded step of each run",
 }
-LOSSES: Final = ("loss", "loss_time")
 EPILOG: Final = "\n".join(
     [
         *(f"{kind:12}{about}" for kind, about in ABOUT.items()),
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[RunRow]]":
     from muster.launch.look.memories import expected_peak
-    from muster.launch.look.plots.series import plot_of
+    from muster.launch.look.plots.series import LOSSES, plot_of
 
     if args.kind in LOSSES and args.skip is None and not args.skip_epochs:
         args.skip = 0  # show warm-up steps, because their losses are valid
@@ -107,6 +106,8 @@ def _of_steps(args: argparse.Namespace) -> "tuple[Plot, list[RunRow]]":
 def _command(args: argparse.Namespace) -> str:
     """Rebuild the command line from the parsed options."""
     import shlex
+
+    from muster.launch.look.plots.series import LOSSES
 
     words = ["muster", "plot", args.kind, *args.targets]
     for flag in ("baseline", "skip", "skip_epochs", "step", "rank", "runs", "output"):

@@ -16,6 +16,7 @@ from muster.launch.look.comparison import RunRow, scaled
 from muster.launch.look.steps import PARTS, Measured, losses_of
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "loss_time", "memory", "timeline")
+LOSSES: Final = ("loss", "loss_time")  # kinds that plot every step, warm-up included
 INTERVAL: Final = "with the 95 % interval or, for few repeats, their range"
 Groups = Mapping[str, Sequence[Measured]]
 
@@ -156,7 +157,7 @@ def _loss_time(rows: Sequence[RunRow], groups: Groups) -> Plot:
         series.append(PlotSeries(row.label, tuple(step.time - began for step in steps), losses))
     if any(len(groups[row.label]) > 1 for row in rows):
         note = _joined("the first run of each row", note)
-    return Plot("loss_time", "Loss", "seconds since the start", "loss of the batch", tuple(series), note=note)
+    return Plot("loss_time", "Loss over time", "seconds since the start", "loss of the batch", tuple(series), note=note)
 
 
 def _memory(rows: Sequence[RunRow], groups: Groups, formulas: Mapping[str, float]) -> Plot:

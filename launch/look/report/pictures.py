@@ -13,11 +13,11 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.comparison import RunRow
 from muster.launch.look.plots.draw import inline_svg
 from muster.launch.look.plots.lanes import timeline_plot
-from muster.launch.look.plots.series import Groups, Plot, plot_of
+from muster.launch.look.plots.series import LOSSES, Groups, Plot, plot_of
 from muster.launch.look.report.tables import Table, numbers_of
 from muster.launch.look.timelines import read_timeline
 
-KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory")
+KINDS: Final = ("split_time", "throughput", "scaling", "loss", "loss_time", "memory")
 MOST_TIMELINES: Final = 4  # maximum number of timelines, drawn one above the other
 LONG: Final = re.compile(r"-?\d+\.\d\d+")
 SVG: Final = "http://www.w3.org/2000/svg"
@@ -73,11 +73,11 @@ def picture_of(plot: Plot, styles: Styles) -> Picture:
 def pictures(
     rows: Sequence[RunRow], groups: Groups, whole: Groups, formulas: Mapping[str, float], styles: Styles
 ) -> list[Picture]:
-    """Draw every kind of plot of the rows. The plot of losses uses `whole`, which includes warm-up steps."""
+    """Draw every kind of plot of the rows. Plots of losses use `whole`, which includes warm-up steps."""
     found = []
     for kind in KINDS if rows else ():
         try:
-            plot = plot_of(kind, rows, whole if kind == "loss" else groups, formulas=formulas)
+            plot = plot_of(kind, rows, whole if kind in LOSSES else groups, formulas=formulas)
         except NothingToPlotError as error:
             found.append(Picture(kind.replace("_", " ").capitalize(), why=str(error)))
         else:

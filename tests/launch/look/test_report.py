@@ -44,12 +44,17 @@ def test_the_page_has_the_numbers_of_compare_and_plot_to_the_digit(
         assert all(f">{cell}<" in page for cell in cells(row) if cell is not None)
     files = tmp_path / "page-files"
     written = {path.name for path in files.iterdir()}
-    kinds = {f"{kind}.{form}" for kind in ("split_time", "throughput", "loss", "memory") for form in ("png", "csv")}
+    kinds = {
+        f"{kind}.{form}"
+        for kind in ("split_time", "throughput", "loss", "loss_time", "memory")
+        for form in ("png", "csv")
+    }
     assert written == {*kinds, "rows.csv", "report.json"}
     assert main(["plot", "loss", *names, "--runs", str(tmp_path), "--json"]) == 0
     plots = {plot["kind"]: plot for plot in json.loads((files / "report.json").read_text())["plots"]}
     assert plots["loss"] == json.loads(capsys.readouterr().out)["plot"]
     assert len(plots["loss"]["series"][0]["y"]) == 30
+    assert plots["loss_time"]["series"][0]["y"] == plots["loss"]["series"][0]["y"]
 
 
 def test_a_failed_attempt_is_shown_with_the_time_that_it_cost(tmp_path: Path) -> None:
