@@ -38,25 +38,39 @@ class SharedMemoryPeers:
         Return one list per size, with the tensors of all ranks.
 
         Raises:
-            RuntimeError: On every rank, if a rank could not map a tensor.
+            RuntimeError: On every rank, if a rank could not create or map a tensor.
         """
-        own = [_file(elements * dtype.itemsize) for elements, dtype in sizes]
-        places = gather_json([os.getpid(), own], self.group, CPU)
+        own: list[int] = []
         shared: list[list[Tensor]] = [[] for _ in sizes]
-        failed = ""
-        try:
+
+        def create() -> None:
+            own.extend(_file(elements * dtype.itemsize) for elements, dtype in sizes)
+
+        def map_all() -> None:
             for pid, descriptors in places.values():
                 for tensors, descriptor, (elements, dtype) in zip(shared, descriptors, sizes, strict=True):
                     tensors.append(_mapped(pid, descriptor, elements, dtype))
+
+        try:
+            self._together(create, "created")
+            places = gather_json([os.getpid(), own], self.group, CPU)
+            self._together(map_all, "mapped")
+        finally:
+            for descriptor in own:
+                os.close(descriptor)
+        return shared
+
+    def _together(self, do: Callable[[], None], done: str) -> None:
+        """Call `do` on every rank. If it fails on one, raise an error on all. A collective."""
+        failed = ""
+        try:
+            do()
         except (OSError, RuntimeError) as error:
             failed = str(error).splitlines()[0]
         ended = gather_json(failed, self.group, CPU)
-        for descriptor in own:
-            os.close(descriptor)
         if any(ended.values()):
             told = "; ".join(f"rank {rank}: {why}" for rank, why in ended.items() if why)
-            raise RuntimeError(f"shared memory between the ranks of this host could not be mapped: {told}")
-        return shared
+            raise RuntimeError(f"shared memory between the ranks of this host could not be {done}: {told}")
 
     def meeting(self) -> Wait:
         """Begin a barrier, and return a function that waits for it. All ranks must begin barriers in the same order."""

@@ -2,6 +2,7 @@
 
 an exception of the program   prints its traceback, then the rank and the step; exit code 1
 an error of Muster's          prints one line; exit code of the error's class
+sys.exit(3)                   recorded as exit code 3, if nothing catches it
 a request to stop             the ranks agree on a step, save, and exit with 75 (jobs/session/loop.py)
 """
 
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError
@@ -99,6 +100,28 @@ def report_errors(
         print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)
 
     sys.excepthook = report
+
+
+def report_exit(ended: Callable[[int], None]) -> None:
+    """Make `sys.exit` pass its exit code to `ended` if it ends the program. No hook of Python's does this.
+
+    The interpreter then reads the attribute `code` of the exception from C, so no frame is below the property's. Code
+    that catches the exception reads it from a frame, or not at all.
+    """
+
+    class Exit(SystemExit):
+        @property
+        def code(self) -> Any:  # type: ignore[override]
+            status = self.args[0] if self.args else None
+            if sys._getframe().f_back is None:
+                ended(0 if status is None else status if isinstance(status, int) else 1)
+            return status
+
+    def leave(status: Any = None, /) -> NoReturn:
+        raise Exit(status)
+
+    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
+    sys.exit = leave
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -62,6 +62,7 @@ class Session:
         self._reporter = Reporter(os.environ)
         self._loop_made: Loop | None = None
         self._error: BaseException | None = None
+        self._exit_code = 0
         self._samplers: list[Sampler] = []
         self._joined: State | None = None
         self._is_closed = False
@@ -317,6 +318,10 @@ class Session:
         self._error = error
         self.close()
 
+    def exited(self, code: int) -> None:
+        """Record the exit code with which `sys.exit` ends the program."""
+        self._exit_code = code
+
     def close(self) -> None:
         """End the session with the program: wait for a save in flight; without a supervisor, record the outcome."""
         loop = self._loop_made
@@ -326,16 +331,22 @@ class Session:
         if self._error is None:
             loop.settle()
         if loop.start.direct and self.is_main:
-            code, message = (exits.DONE, "done") if self._error is None else ending_of(self._error)
-            code, message = (
-                (loop.stopped_with, exits.class_of(loop.stopped_with)) if loop.stopped_with else (code, message)
-            )
+            code, message = self._outcome(loop.stopped_with)
             write_end(loop.start.run, loop.start.attempt, self._began, code, message)
         if self._error is None:
             ranks = loop.ranks
             self._loop_made = self._joined = loop = None  # references to a process group would keep its threads alive
             self._samplers.clear()
             ranks.close()
+
+    def _outcome(self, stopped_with: int) -> tuple[int, str]:
+        """Return the exit code and the message of the run. `stopped_with`: the exit code after a stop, else 0."""
+        if stopped_with:
+            return stopped_with, exits.class_of(stopped_with)
+        if self._error is not None:
+            return ending_of(self._error)
+        code = self._exit_code
+        return (code, f"rank 0 ended with exit code {code}") if code else (exits.DONE, "done")
 
 
 def make_folders(path: Path) -> None:

@@ -59,7 +59,8 @@ ANY: Final = (
     Conflict(lambda s: s.epochs is not None and s.steps is not None, "give epochs or steps, not both"),
     Conflict(
         lambda s: s.batch_size_per_rank is not None and "batch_size" in s.model_fields_set,
-        "give batch_size (of all ranks together) or batch_size_per_rank, not both",
+        "give batch_size (of all ranks together) or batch_size_per_rank, not both; null removes one: "
+        "--set train.batch_size=null",
     ),
     Conflict(
         lambda s: s.parallel is not None and "mode" in s.model_fields_set,

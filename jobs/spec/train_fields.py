@@ -17,6 +17,7 @@ from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 from muster.jobs.user.code import FORM, split
 
 ROUNDING: Final = 1e-9  # tolerance for the rounding error of a sum of shares
+REPLACED: Final = ("mode", "batch_size")  # keys that another key replaces: null removes them
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 
@@ -323,10 +324,11 @@ class TrainFields(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _mode_may_be_null(cls, given: Any) -> Any:
-        """Drop a mode that is null, so that `--set train.mode=null` makes room for `parallel:`."""
-        is_null = isinstance(given, dict) and given.get("mode", "") is None
-        return {key: value for key, value in given.items() if key != "mode"} if is_null else given
+    def _may_be_null(cls, given: Any) -> Any:
+        """Drop a key that is null, so that `--set train.mode=null` makes room for `parallel:`."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value is not None or key not in REPLACED}
 
     @field_validator("model", "data", mode="before")
     @classmethod

@@ -65,14 +65,13 @@ class HangWatch:
         """Blame a rank that is not where the others wait, or else a node that sent no stacks, or else nobody."""
         assert self.hang is not None
         found, seconds, steps = stacks.absent(self._stacks), self.hang.seconds, self.hang.steps
-        what = f"made no progress for {seconds:.0f} s after step {steps}"
-        text = f"{what}: {found.text}"
+        text = f"{self.hang.text}: {found.text}"
         if found.ranks:
             rank = found.ranks[0]
             node, lines = self.roster.node_of[rank], list(self._stacks[rank]["lines"][-LAST_LINES:])
             host, since = self.roster.hosts[node], time.time() - seconds
             return RankEnd(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True)
         if mute := {self.roster.node_of[each] for each in self.roster.running - self._stacks.keys()}:
-            why = f"{what}, and its rank parent does not answer, so the position of its ranks is unknown"
+            why = f"{self.hang.text}, and its rank parent does not answer, so the position of its ranks is unknown"
             return Mute(min(mute), why, seconds)
         return Stop(exits.TIMEOUT, f"the ranks {text}")

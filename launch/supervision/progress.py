@@ -13,6 +13,7 @@ If the job sets hang_s, programs without a session hang when no rank has written
 output, the limit is at least start_timeout_s, because importing large libraries prints nothing.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +28,7 @@ FRESH_S: Final = 3.0
 
 START, RUN, END = Phase.START.word, Phase.RUN.word, Phase.END.word
 OUTPUT: Final = "output"  # replaces the phase for programs without a session
+DURATION: Final = re.compile(r"(?<=\bmade no progress) for \d+ s\b")
 
 Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress record, and when it arrived (monotonic)
 
@@ -39,6 +41,16 @@ class Hang:
     limit_s: float
     phase: str
     steps: int  # steps done by the rank that is farthest ahead
+
+    @property
+    def text(self) -> str:
+        """Describe the hang; `without_duration` removes the seconds, which differ each time."""
+        return f"made no progress for {self.seconds:.0f} s after step {self.steps}"
+
+
+def without_duration(message: str) -> str:
+    """Return a message about a hang without its seconds, to compare it with that of another attempt."""
+    return DURATION.sub("", message)
 
 
 def limit_s(phase: str, slowest_s: float, hang_s: float | None) -> float | None:

@@ -23,6 +23,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.words import counted
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Verdict
+from muster.launch.supervision.progress import without_duration
 
 IN_VAIN: Final = 3  # number of attempts in a row without a new checkpoint after which the run ends
 BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is avoided
@@ -56,8 +57,11 @@ class Past:
 
     @property
     def failure(self) -> tuple[str, int]:
-        """The exception and the step (0 if the message names the step, because a GPU may report the failure later)."""
-        return self.exception, 0 if NAMES_STEP.search(self.exception) else self.step
+        """The exception and the step (0 if the message names the step, because a GPU may report the failure later).
+
+        The duration of a hang is left out.
+        """
+        return without_duration(self.exception), 0 if NAMES_STEP.search(self.exception) else self.step
 
     @property
     def last_word(self) -> str:

@@ -44,7 +44,7 @@ def test_a_rank_reads_what_the_others_write(on_ranks):
 
 
 def when_one_cannot(world: World) -> list[object]:
-    """Return the results if rank 1 cannot read, if it has no memfd_create, and the message of a failed mapping."""
+    """Return the results if rank 1 cannot read, if it has no memfd_create, and the messages of failures in `share`."""
     cannot = mock.patch.object(shared_memory, "_reads", return_value=world.rank != 1)
     missing = mock.patch.object(shared_memory.os, "memfd_create", side_effect=OSError("none here"))
     found: list[object] = []
@@ -57,15 +57,21 @@ def when_one_cannot(world: World) -> list[object]:
         found.append(shared_memory_peers(world.group, CPU))
     near = shared_memory_peers(world.group, CPU)
     assert near is not None
-    fails = mock.patch.object(shared_memory, "_mapped", side_effect=RuntimeError("no memory left\nC++ says more"))
-    with fails if world.rank == 1 else nullcontext(), pytest.raises(RuntimeError) as caught:
-        near.share([(4, torch.float32)])
-    return [*found, str(caught.value)]
+    for name, error in (
+        ("_mapped", RuntimeError("no memory left\nC++ says more")),
+        ("_file", OSError("no files left")),
+    ):
+        fails = mock.patch.object(shared_memory, name, side_effect=error)
+        with fails if world.rank == 1 else nullcontext(), pytest.raises(RuntimeError) as caught:
+            near.share([(4, torch.float32)])
+        found.append(str(caught.value))
+    return found
 
 
 def test_where_one_rank_cannot_none_does_and_a_failure_is_told_to_all(on_ranks):
-    said = "shared memory between the ranks of this host could not be mapped: rank 1: no memory left"
-    assert on_ranks(3, when_one_cannot) == [[None, None, said]] * 3
+    said = "shared memory between the ranks of this host could not be"
+    failed = [f"{said} mapped: rank 1: no memory left", f"{said} created: rank 1: no files left"]
+    assert on_ranks(3, when_one_cannot) == [[None, None, *failed]] * 3
 
 
 def ways(world: World) -> list[str]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # What is registered first is called last: here, after the session has ended.
@@ -63,3 +66,41 @@ def test_no_gloo_thread_outlives_the_session(tmp_path: Path) -> None:
         words = said.split("gloo threads ")[1].split()
         assert int(words[0]) >= 2
         assert int(words[1]) == 0, said
+
+
+LEAVING = """
+import sys, muster
+run = muster.session()
+for step in run.steps(2, run.state(x=0)):
+    try:
+        sys.exit(9)
+    except SystemExit as caught:
+        assert caught.code == 9
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "message"),
+    [
+        ("sys.exit(3)", 3, "rank 0 ended with exit code 3"),
+        ("sys.exit('no more data')", 1, "rank 0 ended with exit code 1"),
+        ("sys.exit()", 0, "done"),
+        ("", 0, "done"),
+    ],
+)
+def test_the_exit_code_of_a_program_that_muster_did_not_start_is_recorded(
+    tmp_path: Path, last: str, code: int, message: str
+) -> None:
+    """One that the program itself catches, as tests of command lines do, is not."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING + last],
+        env={**os.environ, "MUSTER_RUNS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("no more data" in done.stderr) == ("no more" in last)
+    [folder] = tmp_path.iterdir()
+    [row] = read_lines(RunDir(folder).attempts)
+    assert (row["code"], row["message"]) == (code, message)

@@ -330,8 +330,10 @@ def test_a_batch_per_rank_becomes_the_batch_of_the_run_and_stays_it(job: Path, s
     assert "batch_size_per_rank" not in made.loaded.text
 
 
-def test_a_batch_per_rank_is_refused_beside_a_batch(job: Path) -> None:
-    with pytest.raises(JobFileError, match=r"give batch_size .* or batch_size_per_rank, not both"):
-        prepared(
-            job, "train: {model: gpt-nano, data: synthetic, batch_size: 8}\n", "--set", "train.batch_size_per_rank=8"
-        )
+def test_a_batch_per_rank_is_refused_beside_a_batch_and_null_removes_the_batch(job: Path) -> None:
+    text = "train: {model: gpt-nano, data: synthetic, batch_size: 8}\n"
+    options = ("-n", "2", "--set", "train.batch_size_per_rank=6")
+    with pytest.raises(JobFileError, match=r"not both; null removes one: --set train.batch_size=null"):
+        prepared(job, text, *options)
+    made = prepared(job, text, *options, "--set", "train.batch_size=null")
+    assert made.context.job.settings.batch_size == 12

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics import exits
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import RankEnd, Stop, Verdict, judge
+from muster.launch.supervision.progress import Hang
 from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, in_vain, largest_part
 
 ALWAYS = RestartSettings(max=100)
@@ -22,6 +23,12 @@ def past(
     message = more.pop("message", "" if signal else f"ValueError: bad value at {step}")
     ending = RankEnd(0, node, f"n{node}", None if signal else code, signal, 1.0, "own", message, **more)
     return Past(judge([ending], None), node, step, committed)
+
+
+def hung(seconds: float, place: str) -> Past:
+    """A hang of rank 0 after step 7."""
+    text = Hang(seconds, 30.0, "run", 7).text
+    return past(code=exits.TIMEOUT, step=7, message=f"{text}: {place}", hung=True)
 
 
 def stopped(code: int, message: str = "stopped") -> Past:
@@ -62,6 +69,9 @@ LOST = "NotFiniteError: loss or gradients are not finite at step 7: lower train.
         ([past(signal="SIGKILL", step=7), past(signal="SIGKILL", step=7)], True),
         ([past(step=7), past(signal="SIGKILL", step=7)], True),
         ([past(step=7), outage(outage=True), past(step=7)], False),
+        # Hangs at the same step and in the same place are the same failure, however long each was watched.
+        ([hung(31.2, "rank 0 is in step"), hung(47.9, "rank 0 is in step")], False),
+        ([hung(31.2, "rank 0 is in step"), hung(47.9, "rank 0 is in load")], True),
         # A program may mean anything by its codes, but those of a missing one.
         *(([past(code=code, ours=False, message="")], True) for code in (1, 66, 78)),
         *(([past(code=code, ours=False, message="")], False) for code in (126, 127)),
