@@ -31,6 +31,7 @@ def measure(width: int, repeats: int) -> dict[str, Any]:
     """Be one rank: measure the sides in turns; return their seconds per step, and the chosen slices."""
     from torch import nn
 
+    from muster.ddp.malloc import keep_freed_memory
     from muster.jobs.models.shapes import GptShape
     from muster.jobs.train.models.gpt import build_gpt
     from muster.jobs.train.models.stack import mean_loss
@@ -40,6 +41,7 @@ def measure(width: int, repeats: int) -> dict[str, Any]:
     from muster.pipe.slice_times import slice_times
 
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every training job does
     ranks = dist.get_world_size()
     shape = GptShape("gpt", width, 4 * width, BLOCKS, HEADS, context=TOKENS, vocabulary=VOCABULARY)
     drawn = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))

@@ -98,11 +98,11 @@ class NcclLink:
 
     def push(self, gradient: Tensor) -> Callable[[], object]:
         """Begin to send a gradient; the returned function waits for it and confirms it over gloo."""
-        self._send(gradient)
-        event = torch.cuda.current_stream().record_event()
+        work = self._communicator.send([gradient], self._other, 0)
 
         def confirm() -> None:
-            event.synchronize()
+            work.wait()  # the current stream waits, not the host
+            torch.cuda.current_stream(gradient.device).synchronize()
             dist.send(self._sent, group=self._group, group_dst=self._peer, tag=TAG)
 
         return confirm
@@ -119,14 +119,14 @@ class NcclLink:
     def replied(self, into: Tensor) -> None:
         """Receive a shard, and wait for it: the worker's next request says that the server may overwrite it."""
         self._receive(into)
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(into.device).synchronize()
 
     def close(self) -> None:
         """Abort the communicator, which ends kernels that wait for the peer."""
         self._communicator.abort()
 
     def _send(self, tensor: Tensor) -> None:
-        self._communicator.send([tensor], self._other, 0).wait()  # the current stream waits, not the host
+        self._communicator.send([tensor], self._other, 0).wait()
 
     def _receive(self, tensor: Tensor) -> None:
         self._communicator.recv([tensor], self._other, 0).wait()

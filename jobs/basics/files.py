@@ -68,11 +68,16 @@ def write_secret(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON into a run folder, by rename; errors as for `write_bytes`."""
+    write_inside(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_inside(path: Path, data: bytes) -> None:
+    """Write a whole file into a run folder by rename, with the mode of its other files; as `write_bytes`."""
     try:
         mode = mode_in(path.parent)
     except OSError as error:
         raise folder_error(path, error) from error
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), mode=mode)
+    write_bytes(path, data, mode=mode)
 
 
 def open_log(path: Path) -> int:

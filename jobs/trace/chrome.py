@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.files import write_bytes
+from muster.jobs.basics.files import write_inside
 from muster.jobs.basics.reading import open_file, parse_json, read_rest
 from muster.jobs.trace.events import MARK, PROFILER_STEP, ProfiledStep
 from muster.jobs.trace.nesting import Nested
@@ -43,7 +43,7 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
     """Compress a trace and write it to `path`; errors as for `write_bytes`."""
     # The separator after a key contains a space, because Holistic Trace Analysis searches the text for `"rank": 1`.
     data = json.dumps(document, separators=(",", ": "), ensure_ascii=False).encode()
-    write_bytes(path, gzip.compress(data, compresslevel=QUICK, mtime=0))
+    write_inside(path, gzip.compress(data, compresslevel=QUICK, mtime=0))
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Record the work of all ranks in the steps at log points, as rows of `attempt-NNN/timeline.jsonl`.
 
     {"step": 20, "rank_of": [1, 3], "records": [[rank, kind, number, of, start_s, end_s], ...],    in every row
-     "schedule": "1f1b", "microbatches": 8, "chunks": 1, "slices": 1}                     of one pipeline
+     "schedule": "1f1b", "microbatches": 8, "chunks": 1, "slices": 1, "collectives": [...]}   of one pipeline
      "mode": "bucketed", "timed_by": "host", "apart_s": 2e-05, "not_timed": ""}           of data-parallel ranks
 
 A pipeline's record is an action or a message: `number` is its stage, `of` its micro-batch, and `rank_of` has the rank
-of every stage. A data-parallel rank's record is a phase of its clock (`of` is null, `communication` is the exposed
-wait), or a collective in order of launch (`of` is its bytes; it ends at the log point if it has not finished then).
+of every stage. Its collectives average gradients over pipelines. They are recorded on CPUs only, because on GPUs a
+pipeline's times are the host's. A data-parallel rank's record is a phase of its clock (`of` is null, `communication` is
+the exposed wait) or a collective. A collective's `number` is its place in order of launch, and `of` its bytes; it ends
+at the log point if it has not finished then.
 `rank_of` then lists the ranks, `apart_s` is the uncertainty of their clock offsets, and `not_timed` is the reason if
 collectives are missing.
 
@@ -16,8 +18,9 @@ one for each collective. The first 32 log points are all recorded, then every se
 128, and so on.
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -33,11 +36,13 @@ from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
 from muster.pipe.timeline import Offset, clock_offsets, offsets_by_meetings, on_one_clock, records_of
 
 DIGITS: Final = 7  # number of decimals of seconds: a resolution of 0.1 us
 COMPARED: Final = 10  # number of records between two comparisons of clocks, which drift by 10 us per second or more
+KINDS: Final = (*COMPUTE, "send", "wait")  # of a pipeline's actions and messages
 DENSE_BITS: Final = 5  # the first 2**5 log points are all recorded
 
 RankRecords = tuple[
@@ -95,17 +100,26 @@ class TimelineRecorder(NotRecording, ABC):
 
 
 class PipelineRecorder(TimelineRecorder):
-    """A recorder of the actions and messages of pipelines, which measure these in every step."""
+    """A recorder of the actions and messages of pipelines, which measure these in every step, and of collectives."""
 
     def __init__(self, stages: Stages, path: Path | None) -> None:
         super().__init__(stages.world, path)
         self.pipeline, self.group = stages.pipeline, stages.group
 
+    def expect(self, log_point: bool) -> None:
+        if log_point and self.world.device.type == "cpu":
+            LOG.begin(time.monotonic, self.world.device)
+
     def _compare_clocks(self) -> list[Offset]:
         return clock_offsets(self.group)
 
     def _spans(self) -> list[Any]:
-        return [list(vars(each).values()) for each in records_of(self.pipeline.spans, self.world.rank)]
+        rank, now = self.world.rank, time.monotonic()
+        averages = [
+            Record(rank, each.operation, place, each.bytes, each.start, now if each.end is None else each.end)
+            for place, each in enumerate(LOG.end())
+        ]
+        return [list(vars(each).values()) for each in (*records_of(self.pipeline.spans, rank), *averages)]
 
     def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
         told = [([Record(*each) for each in spans], [Offset(*each) for each in off]) for spans, off in every]
@@ -182,19 +196,28 @@ def rows_of(step: int, schedule: Schedule, every: Sequence[RankRecords], world: 
 
 
 def row_of(step: int, schedule: Schedule, ranks: Sequence[int], records: Sequence[Record]) -> dict[str, Any]:
-    """Return the row of a step of one pipeline. The step may have fewer micro-batches than the schedule."""
+    """Return the row of a step of one pipeline. The step may have fewer micro-batches than the schedule.
+
+    A record of another kind than actions and messages is a collective; its `microbatch` has the bytes.
+    """
+    own = [each for each in records if each.kind in KINDS]
     return {
         "step": step,
         "schedule": schedule.name,
         "rank_of": [ranks[place] for place in schedule.rank_of],
-        "microbatches": 1 + max((each.microbatch for each in records), default=-1),
+        "microbatches": 1 + max((each.microbatch for each in own), default=-1),
         "chunks": schedule.stages // schedule.ranks,
         "slices": schedule.slices,
-        "records": [
-            [each.rank, each.kind, each.stage, each.microbatch, _short(each.start_s), _short(each.end_s)]
-            for each in records
-        ],
+        "records": _lists(own),
+        "collectives": _lists(each for each in records if each.kind not in KINDS),
     }
+
+
+def _lists(records: Iterable[Record]) -> list[list[Any]]:
+    return [
+        [each.rank, each.kind, each.stage, each.microbatch, _short(each.start_s), _short(each.end_s)]
+        for each in records
+    ]
 
 
 def step_row(step: int, facts: Mapping[str, Any], every: Sequence[tuple[list[Span], Any]]) -> dict[str, Any]:

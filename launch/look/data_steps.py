@@ -5,7 +5,7 @@ communication                     [bucket 0 ]
                                       [bucket 1       ]                  hidden: while the rank computed
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -88,16 +88,7 @@ def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
     mode, rank_of, records = fields.text(row.get("mode")), row.get("rank_of"), row.get("records")
     if mode is None or not isinstance(records, list) or not isinstance(rank_of, list):
         return None
-    known = {rank for each in rank_of[: fields.MOST_RANKS] if (rank := _rank(each)) is not None}
-    spans, operations = list[DataSpan](), set[str]()
-    for each in records[:MOST_SPANS]:
-        span = _span(each)
-        if span is None or span.rank not in known:
-            continue
-        if span.communicates:
-            operations.add(span.kind if len(operations) < MOST_OPERATIONS else OTHER)
-            span = span if span.kind in operations else replace(span, kind=OTHER)
-        spans.append(span)
+    spans = spans_of(records, {rank for each in rank_of[: fields.MOST_RANKS] if (rank := _rank(each)) is not None})
     if all(each.communicates for each in spans):
         return None
     texts = [fields.text(row.get(key)) or "" for key in ("timed_by", "not_timed")]
@@ -106,16 +97,35 @@ def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
     return DataStep(mode, ranks, tuple(spans), texts[0], fields.real(row.get("apart_s")) or 0.0, texts[1], left_out)
 
 
+def spans_of(records: Sequence[Any], ranks: Collection[int]) -> list[DataSpan]:
+    """Read the valid ones of untrusted records of some ranks. Operations beyond the first few are named alike."""
+    spans, operations = list[DataSpan](), set[str]()
+    for each in records[:MOST_SPANS]:
+        span = _span(each)
+        if span is None or span.rank not in ranks:
+            continue
+        if span.communicates:
+            operations.add(span.kind if len(operations) < MOST_OPERATIONS else OTHER)
+            span = span if span.kind in operations else replace(span, kind=OTHER)
+        spans.append(span)
+    return spans
+
+
+def hidden_s(collectives: Iterable[DataSpan], busy: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return how many seconds collectives were in progress, and in how many of these the rank was busy."""
+    under_way = _time_of(collectives)
+    return length(under_way), length(intersection(under_way, union(busy)))
+
+
 def _times(rank: int, own: Sequence[DataSpan]) -> RankTimes:
     phases = dict.fromkeys(PHASES, 0.0)
     for each in own:
         if not each.communicates:
             phases[each.kind] += each.end_s - each.start_s
-    under_way = _time_of(each for each in own if each.communicates)
-    computing = _time_of(each for each in own if not each.communicates and each.kind in COMPUTES)
+    computing = [(each.start_s, each.end_s) for each in own if not each.communicates and each.kind in COMPUTES]
     sizes = [each.bytes for each in own if each.bytes is not None]
-    hidden_s = length(intersection(under_way, computing))
-    return RankTimes(rank, phases, len(sizes), sum(sizes), length(under_way), hidden_s)
+    times_s = hidden_s((each for each in own if each.communicates), computing)
+    return RankTimes(rank, phases, len(sizes), sum(sizes), *times_s)
 
 
 def _span(record: Any) -> DataSpan | None:

@@ -4,7 +4,7 @@ from typing import Final
 
 from muster.jobs.basics.words import counted
 from muster.launch.common import screen
-from muster.launch.look.data_steps import DataStep
+from muster.launch.look.data_steps import DataStep, RankTimes
 from muster.launch.look.drawings import on_screen
 from muster.launch.look.timelines import Recorded, Timeline
 from muster.pipe.schedules.measured import bars, spread
@@ -13,6 +13,7 @@ from muster.pipe.schedules.svg import svg
 WIDE: Final = 120  # number of columns used if the output is not a terminal
 STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
 PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
+COLLECTIVES: Final = ("collectives>", "MB>", "under way>", "hidden>")
 APART: Final = 0.01  # difference of bubbles above which an explanation is printed
 
 
@@ -36,6 +37,9 @@ def render(title: str, timeline: Timeline, recorded: Recorded) -> str:
         f"step    {milliseconds(recorded.seconds)}, {milliseconds(simulated_s)} simulated with these times\n"
         f"bubble  {bubbles(recorded)}{why_apart(recorded)}",
     ]
+    if averaging := recorded.averaging():
+        lines = ((each.rank, *collectives_of(each)) for each in averaging)
+        parts.append(screen.table(("averaged over pipelines, rank>", *COLLECTIVES), lines))
     pipelines = [each for each in timeline.pipelines if isinstance(each, Recorded)]
     if len(pipelines) > 1:
         parts.append(screen.table(PIPELINES, map(line_of, pipelines)))
@@ -74,6 +78,13 @@ def line_of(recorded: Recorded) -> tuple[str, ...]:
     busy = ", ".join(map(milliseconds, recorded.busy_s()))
     share = f"{100 * recorded.compared.measured:.1f} %"
     return " ".join(map(str, recorded.ranks)), milliseconds(recorded.seconds), share, busy
+
+
+def collectives_of(times: RankTimes) -> tuple[object, ...]:
+    """Return the cells of a rank's collectives."""
+    hidden = f"{100 * times.hidden_s / times.under_way_s:.0f} %" if times.under_way_s else None
+    under_way = milliseconds(times.under_way_s) if times.collectives else None
+    return (times.collectives, f"{times.bytes / (1 << 20):.4g}", under_way, hidden)
 
 
 def picture(title: str, sizes: str, recorded: Recorded) -> str:

@@ -13,7 +13,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import fields
 from muster.launch.look.attempts import of_run
-from muster.launch.look.data_steps import DataStep, data_step_of
+from muster.launch.look.data_steps import DataSpan, DataStep, RankTimes, data_step_of, hidden_s, spans_of
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Compared, Record, busy_s, compare
@@ -34,6 +34,7 @@ class Recorded:
     ranks: tuple[int, ...]
     records: tuple[Record, ...]
     compared: Compared  # the measured bubble, and one simulated with the measured costs
+    collectives: tuple[DataSpan, ...] = ()  # averages of gradients over pipelines, by global rank
 
     def bubble_formula(self) -> float:
         """Return the bubble by the formula for equal stages."""
@@ -64,7 +65,19 @@ class Recorded:
             "bubble_formula": self.bubble_formula(),
             "costs": vars(compared.costs),
             "records": [replace(each, rank=self.ranks[each.rank]).as_dict() for each in self.records],
+            "collectives": [vars(each) for each in self.collectives],
         }
+
+    def averaging(self) -> list[RankTimes]:
+        """Return the collectives of each rank that has any, and how long computation hid them."""
+        found = []
+        for place, rank in enumerate(self.ranks):
+            if own := [each for each in self.collectives if each.rank == rank]:
+                busy = [
+                    (each.start_s, each.end_s) for each in self.records if each.rank == place and each.kind in COMPUTE
+                ]
+                found.append(RankTimes(rank, {}, len(own), sum(each.bytes or 0 for each in own), *hidden_s(own, busy)))
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Return the ranks, duration, bubble and busy times, without the records."""
@@ -158,7 +171,8 @@ def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
         table = fitted(made, records)
         if tuple(ranks[place] for place in table.rank_of) != tuple(row["rank_of"]):
             raise ValueError("stages are not on the ranks of this schedule")
-        return Recorded(table, chunks, ranks, records, compare([records], table))
+        collectives = tuple(each for each in spans_of(row.get("collectives", []), ranks) if each.communicates)
+        return Recorded(table, chunks, ranks, records, compare([records], table), collectives)
     except (
         ValueError,
         KeyError,

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from muster.jobs.basics.files import write_bytes
+from muster.jobs.basics.files import write_inside
 from muster.jobs.trace.memory import HeldStorage
 from muster.jobs.train.memory.gauge import overall
 from muster.jobs.train.memory.held import Held, storages
@@ -33,7 +33,7 @@ class AllocatorHistory:
 
     def write(self, path: Path) -> None:
         """Write a snapshot that pytorch.org/memory_viz can show. Raises the same errors as `write_bytes`."""
-        write_bytes(path, pickle.dumps(torch.cuda.memory._snapshot(self.device)))
+        write_inside(path, pickle.dumps(torch.cuda.memory._snapshot(self.device)))
 
     def stop(self) -> None:
         """Stop recording. Does nothing if not started."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from muster.jobs.basics.files import folder_error, make_folder, write_json, write_text
+from muster.jobs.basics.files import folder_error, make_folder, write_inside, write_json
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.trace.chrome import read_document, with_phases, write_trace
 from muster.jobs.trace.events import read_trace
@@ -45,8 +45,8 @@ def write_profile(
     nested = nest_trace(read_trace(document["traceEvents"]))
     write_trace(folder.trace, with_phases(document, nested))
     record = record_of(nested, {**facts, "memory": peaks(device)}) | memory_of(nested, *held)
-    write_text(folder.operators, operators_text(record))
-    write_text(folder.operators_csv, operators_csv(record["operators"] + record["kernels"]))
+    write_inside(folder.operators, operators_text(record).encode())
+    write_inside(folder.operators_csv, operators_csv(record["operators"] + record["kernels"]).encode())
     files += write_flames(folder, nested, record)
     record["files"] = [path.name for path in files]
     write_json(folder.record, record)
@@ -70,6 +70,6 @@ def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) 
         paths = folder.cuda_flame, folder.cuda_flame_data
         flames.append((device_flame(nested), *paths, "time of CUDA kernels, by the code that launched them"))
     for root, drawing, data, title in flames:
-        write_text(drawing, render(root, f"{what}: {title}"))
+        write_inside(drawing, render(root, f"{what}: {title}").encode())
         write_json(data, data_of(root))
     return [path for _, drawing, data, _ in flames for path in (drawing, data)]

@@ -6,11 +6,10 @@ from muster.launch.common import screen
 from muster.launch.look.data_steps import WAIT, DataStep, RankTimes
 from muster.launch.look.plots.lane_text import drawing
 from muster.launch.look.plots.lanes import timeline_plot
-from muster.launch.look.timeline_view import milliseconds
+from muster.launch.look.timeline_view import COLLECTIVES, collectives_of, milliseconds
 
 PHASES: Final = ("data", "forward", "backward", WAIT, "optimizer")
 HEADS: Final = ("rank>", "data>", "forward>", "backward>", "wait>", "optimizer>")
-COLLECTIVES: Final = ("collectives>", "MB>", "under way>", "hidden>")
 
 
 def render_data(title: str, step: DataStep, rank: int | None) -> str:
@@ -26,8 +25,5 @@ def render_data(title: str, step: DataStep, rank: int | None) -> str:
 
 def line_of(times: RankTimes) -> tuple[object, ...]:
     """Return a rank's row of the table."""
-    hidden = f"{100 * times.hidden_s / times.under_way_s:.0f} %" if times.under_way_s else None
-    under_way = milliseconds(times.under_way_s) if times.collectives else None
-    megabytes = f"{times.bytes / (1 << 20):.4g}"
     phases = (milliseconds(times.phases_s[each]) for each in PHASES)
-    return (times.rank, *phases, times.collectives, megabytes, under_way, hidden)
+    return (times.rank, *phases, *collectives_of(times))

@@ -74,13 +74,15 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
 
 
 def _bars(step: Step) -> Iterable[Bar]:
+    spans = step.spans if isinstance(step, DataStep) else step.collectives
+    for span in spans:
+        yield span.rank, LANES[span.communicates], span.kind, span.start_s, span.end_s
     if isinstance(step, DataStep):
-        return ((each.rank, LANES[each.communicates], each.kind, each.start_s, each.end_s) for each in step.spans)
+        return
     known = PHRASES | {"send": "send", "wait": "wait for a message"}
-    return (
-        (step.ranks[each.rank], LANES[each.kind not in COMPUTE], known.get(each.kind, OTHER), each.start_s, each.end_s)
-        for each in step.records
-    )
+    for each in step.records:
+        lane = LANES[each.kind not in COMPUTE]
+        yield step.ranks[each.rank], lane, known.get(each.kind, OTHER), each.start_s, each.end_s
 
 
 def _place(found: tuple[str, Any]) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.files import mode_in, read_lines
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
@@ -107,6 +107,7 @@ def test_a_synchronous_mode_hides_nothing_and_everything_is_written(on_ranks, tm
     for rank, written in enumerate(records(tmp_path)):
         folder = RunDir(tmp_path).attempt(0).profile(rank)
         assert {path.name for path in folder.path.iterdir()} == FILES
+        assert {path.stat().st_mode & 0o777 for path in folder.path.iterdir()} == {mode_in(folder.path)}
         assert {*written["files"], "profile.json"} == FILES
         assert [step["step"] for step in written["steps"]] == [3, 4]
         assert all(step["communication_s"] > 0.0 for step in written["steps"])

@@ -14,6 +14,8 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train import timeline
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
+from muster.launch.look.plots.lanes import timeline_plot
+from muster.launch.look.timeline_view import render
 from muster.launch.look.timelines import read_timeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
@@ -88,3 +90,13 @@ def test_pipelines_side_by_side_are_all_recorded(on_ranks, tmp_path):
     for each in found.pipelines:
         assert sum(record.kind in ("F", "B") for record in each.records) == 12
         assert 0.0 < each.compared.measured < 1.0
+        assert {span.rank for span in each.collectives} == set(each.ranks)
+        sizes = [span.bytes for span in each.collectives if span.rank == each.ranks[0]]
+        assert [span.number for span in each.collectives if span.rank == each.ranks[0]] == list(range(len(sizes)))
+    first, second = found.pipelines
+    for place in range(2):  # both pipelines average each stage's gradients, over the same buckets
+        of_both = [[span.bytes for span in one.collectives if span.rank == one.ranks[place]] for one in (first, second)]
+        assert of_both[0] == of_both[1] != []
+    assert "averaged over pipelines, rank" in render("t", found, first)
+    kinds = {series.label for series in timeline_plot({"": first}).series}
+    assert "all_reduce" in kinds
