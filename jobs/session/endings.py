@@ -109,7 +109,7 @@ def report_exit(ended: Callable[[int], None]) -> None:
     that catches the exception reads it from a frame, or not at all.
     """
 
-    class Exit(SystemExit):
+    class ProgramExit(SystemExit):
         @property
         def code(self) -> Any:  # type: ignore[override]
             status = self.args[0] if self.args else None
@@ -118,9 +118,9 @@ def report_exit(ended: Callable[[int], None]) -> None:
             return status
 
     def leave(status: Any = None, /) -> NoReturn:
-        raise Exit(status)
+        raise ProgramExit(status)
 
-    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
+    ProgramExit.__name__ = ProgramExit.__qualname__ = SystemExit.__name__
     sys.exit = leave
 
 
