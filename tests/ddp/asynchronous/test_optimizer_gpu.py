@@ -82,24 +82,28 @@ def test_two_gpus_that_push_at_the_same_time_pull_the_same_parameters(on_ranks: 
     assert on_ranks(2, crowded, group=False, folder=str(tmp_path)) == [[True] * 4] * 2
 
 
+def work_or_desert(on_gpu: World) -> list[Any]:
+    """On rank 1, which serves nothing, announce a gradient in the third step and disappear before it is sent."""
+    group = dist.new_group(backend="gloo")
+    model = nn.Linear(300, 7).to(on_gpu.device)
+    served = AsynchronousOptimizer(model.parameters(), torch.optim.SGD, group, servers=1, lr=0.1)
+    for step in range(6):
+        if on_gpu.rank == 1 and step == 2:
+            dist.send(served._request(PUSH), group=group, group_dst=0, tag=TAG)
+            dist.destroy_process_group(group)
+            return []
+        served.zero_grad()
+        model(torch.randn(4, 300, device=on_gpu.device)).sum().backward()
+        served.step()
+    served.finish()
+    assert served.server is not None
+    torch.cuda.synchronize()
+    return [served.server.version, served.server.lost]
+
+
 def deserted(world: World, folder: str) -> list[Any]:
-    """Rank 1, which serves nothing, announces a gradient and disappears before it sends it."""
     with over("nccl", world, folder) as on_gpu:
-        group = dist.new_group(backend="gloo")
-        model = nn.Linear(300, 7).to(on_gpu.device)
-        served = AsynchronousOptimizer(model.parameters(), torch.optim.SGD, group, servers=1, lr=0.1)
-        for step in range(6):
-            if on_gpu.rank == 1 and step == 2:
-                dist.send(served._request(PUSH), group=group, group_dst=0, tag=TAG)
-                dist.destroy_process_group(group)
-                return []
-            served.zero_grad()
-            model(torch.randn(4, 300, device=on_gpu.device)).sum().backward()
-            served.step()
-        served.finish()
-        assert served.server is not None
-        torch.cuda.synchronize()
-        return [served.server.version, served.server.lost]
+        return work_or_desert(on_gpu)  # a function of its own: its group closes when it returns
 
 
 def test_a_lost_worker_takes_only_its_own_communicator_along(on_ranks: Any, tmp_path: Any) -> None:
