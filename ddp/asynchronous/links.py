@@ -38,7 +38,7 @@ class Link(Protocol):
         """
 
     def reply(self, shard: Tensor) -> None:
-        """Send a shard to the worker, which overwrites nothing in it before the worker's next request."""
+        """Send a shard, which must not change before the worker's next request."""
 
     def replied(self, into: Tensor) -> None:
         """Receive a shard on the worker."""
@@ -117,7 +117,7 @@ class NcclLink:
         self._send(shard)
 
     def replied(self, into: Tensor) -> None:
-        """Receive a shard, and wait for it: the worker's next request says that the server may overwrite it."""
+        """Receive a shard, and wait for it: after the worker's next request the server may overwrite it."""
         self._receive(into)
         torch.cuda.current_stream(into.device).synchronize()
 
