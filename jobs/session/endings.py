@@ -117,6 +117,9 @@ def report_exit(ended: Callable[[int], None]) -> None:
                 ended(0 if status is None else status if isinstance(status, int) else 1)
             return status
 
+        def __reduce__(self) -> tuple[Any, ...]:  # worker processes send exceptions to their parent
+            return SystemExit, self.args
+
     def leave(status: Any = None, /) -> NoReturn:
         raise ProgramExit(status)
 

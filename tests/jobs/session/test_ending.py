@@ -69,13 +69,13 @@ def test_no_gloo_thread_outlives_the_session(tmp_path: Path) -> None:
 
 
 LEAVING = """
-import sys, muster
+import pickle, sys, muster
 run = muster.session()
 for step in run.steps(2, run.state(x=0)):
     try:
         sys.exit(9)
     except SystemExit as caught:
-        assert caught.code == 9
+        assert caught.code == pickle.loads(pickle.dumps(caught)).code == 9
 """
 
 
