@@ -27,7 +27,7 @@ from torch import Tensor
 from muster.ddp.checks import device_of
 from muster.ddp.gradients import is_dense
 
-SUM_AT_MOST: Final = 2**20  # float64 adds up to this many integers below 2^32 exactly
+SUM_AT_MOST: Final = 2**20  # the sum of at most this many integers below 2^32 is exact in float64
 IN_CACHE: Final = 2**15  # elements per block on a CPU; so few that their squares can be added in float32
 DIGIT_BITS: Final = 32
 DIGIT: Final = 2**DIGIT_BITS

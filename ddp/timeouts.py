@@ -30,7 +30,7 @@ from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
 LATER_S: Final = 5.0  # time for which a rank that timed out waits for the reports of other ranks
-LOST_S: Final = 1.0  # the same wait after a lost connection; ranks that closed it after a timeout have reported
+LOST_S: Final = 1.0  # the same wait after a lost connection; a rank whose timeout closed it has reported by then
 STORE_S: Final = 2.0  # additional time for an answer of the store
 POLL_S: Final = 0.05
 

@@ -149,7 +149,7 @@ class LayerwisePass:
             if not output.requires_grad:
                 return None
             of_x = self._layer_backward(index, output, x, gradient, sums)
-            if of_x is None:  # a backward through the whole graph would also end here
+            if of_x is None:  # no gradient reaches earlier layers
                 return None
             gradient = of_x
         return gradient
@@ -235,7 +235,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add two gradients. A sparse gradient must be torch's second operand."""
+    """Add two gradients. If only one is sparse, it must be the second operand of torch's addition."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 

@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: On every rank, if one rank cannot add a parameter, or the ranks' groups differ.
         """
-        if not self._is_built:  # the constructor has called this, and compares ranks later
+        if not self._is_built:  # called by the constructor, which compares the ranks' groups later
             refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)

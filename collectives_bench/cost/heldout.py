@@ -97,8 +97,9 @@ def _drawn(samples: Samples, draw: random.Random) -> Points:
 def intervals(curves: Sequence[Sequence[float]]) -> list[float]:
     """Return, for each curve, the factor h such that 90 % of its residuals lie within 1 / h and h.
 
-    A single curve has too few sizes for a quantile. So its residuals' spread is shrunk towards the common spread, and
-    multiplied by a quantile of all residuals, each divided by the spread of its curve.
+    A single curve has too few sizes for a quantile. So the spread of its residuals is estimated first, and shrunk
+    towards the common spread of all curves. Then all residuals are divided by the spread of their curve and pooled. The
+    90 % quantile of the pool, times the spread of a curve, is log(h).
     """
     everything = [abs(each) for curve in curves for each in curve]
     if not everything:

@@ -146,7 +146,10 @@ def _working(parts: tuple[ModelOperation, ...], itemsize: int, split: Split = AL
 
 
 def _kept(load: RankLoad, parts: Iterable[ModelOperation], split: Split = ALONE) -> tuple[float, float]:
-    """Return the bytes kept per sample until its backward, and those that repeating a block's forward restores."""
+    """Return the bytes per sample that are kept until its backward, and the bytes that recomputation allocates again.
+
+    A block recomputes its forward at the start of its backward; the second number is that of the largest block.
+    """
 
     def kept(some: Iterable[ModelOperation]) -> float:
         return sum(

@@ -75,7 +75,7 @@ class _FitModel:
     def shares(self, x: Array) -> Array:
         """Return the largest share of each constant in any modelled time.
 
-        The share of `crowding` is relative to the host's part.
+        The share of `crowding` is relative to the time of the host's work, not to the whole time.
         """
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)

@@ -80,7 +80,7 @@ class Ranking:
 
     @property
     def is_clear(self) -> bool:
-        """True if their intervals do not overlap."""
+        """True if the intervals of the best mode and the runner-up do not overlap."""
         if self.runner_up is None:
             return True
         assert self.best.step is not None

@@ -26,7 +26,11 @@ MOST_TICKS: Final = 7
 
 @dataclass(frozen=True)
 class PlotAxis:
-    """The horizontal axis of a plot: the value of a row on it, and the division of rows into columns and lines."""
+    """The horizontal axis of a plot, and the arrangement of rows.
+
+    `value` returns a row's position on the axis; `column` and `line` name the column of panels and the line in which
+    the row is drawn. `text` formats a position.
+    """
 
     label: str
     value: "Callable[[BenchRow], int]"

@@ -16,9 +16,10 @@ class Simulated:
 
     `spans[rank]` are a rank's actions with their times; `messages[rank]` are its sends, from departure to arrival.
     `bubble` is the idle share of all ranks' time, from the first start to the last end on any rank.
-    `bubble_without_barrier` is the idle share if every rank begins its next step as soon as its own is done: a step
-    then lasts as long as the longest time from any rank's first start to its last end. An activation is in flight from
-    the start of its forward to the end of its backward (W if split); `peak_in_flight` is the maximum on each rank.
+    `bubble_without_barrier` is the idle share if ranks do not wait for each other between steps. The length of a step
+    is then measured on each rank, from its first start to its last end, and the longest one counts. An activation is
+    in flight from the start of its forward to the end of its backward (W if split); `peak_in_flight` is the maximum on
+    each rank.
     """
 
     spans: tuple[tuple[StepSpan, ...], ...]

@@ -29,10 +29,11 @@ class Rules:
 
     `in_flight` bounds the micro-batches of a rank between their F and their W. `first` is the preferred kind, F or I.
     Between the I or W of two stages, `oldest` prefers the older micro-batch; otherwise the later stage wins. Between
-    the F of two stages, the later stage wins; with `alternate`, the stage that did not run last wins. `through` limits
-    the micro-batches between a rank's two stages once backwards have begun: the number of stages between them divided
-    by `through`, plus 2. Further forwards have lower priority than W. A rank waits for an input in transit instead of
-    running W if the input will arrive within `patience` times the duration of W.
+    the F of two stages, the later stage wins; with `alternate`, the stage that did not run last wins. With
+    two stages per rank, `through` limits how many micro-batches have left the first stage but not begun the second
+    one. The limit is d // `through` + 2, where d is the difference of the stage numbers; it applies after the first I
+    of the second stage. Forwards beyond the limit have lower priority than W. A rank waits for an input in transit
+    instead of running W if the input will arrive within `patience` times the duration of W.
     """
 
     in_flight: int
