@@ -95,7 +95,7 @@ class BenchSettings(Strict):
             if name not in OPERATIONS and name not in (HELLO, ALL, OURS):
                 raise ValueError(unknown("operation", name, (HELLO, ALL, OURS, *OPERATIONS)))
         if HELLO in names and len(names) > 1:
-            raise ValueError("hello measures nothing; name it alone")
+            raise ValueError("hello measures nothing; do not combine it with other operations")
         return names
 
     @model_validator(mode="after")

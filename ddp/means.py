@@ -225,7 +225,8 @@ def ordered_mean(shards: Sequence[Tensor], out: Tensor, group: Group) -> None:
     """Store in `out` the mean over ranks and shards: add rank 0's shards, then rank 1's, ..., and divide once.
 
     `shards` are this rank's flat tensors. All have the length of `out`, and `out` may be one of them. Every rank has
-    the same number s of shards. A rank sends s (n - 1) / n times the bytes of `out` for the sums, and (n - 1) / n times for the means.
+    the same number s of shards. A rank sends s (n - 1) / n times the bytes of `out` for the sums, and (n - 1) / n times
+    for the means.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = chunks_of(out, ranks)  # rank r computes the mean of part r

@@ -165,8 +165,8 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
 CANNOT_OPEN_OUTPUT: Final = 53
 OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
 _BY_EXIT_CODE: Final = {
-    126: "the interpreter{which} cannot be run on {where}; correct interpreter in the site file",
-    127: "the interpreter{which} is not on {where}; correct interpreter in the site file",
+    126: "the interpreter{which} cannot be run on {where}; correct `interpreter` in the site file",
+    127: "the interpreter{which} is not on {where}; correct `interpreter` in the site file",
 }
 # The messages of dash and bash if they cannot run a program.
 _NOT_RUN: Final = (

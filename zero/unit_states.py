@@ -354,7 +354,7 @@ class UnitStates(Residency):
     def _backward_begins(self, unit_state: UnitState, runs: Runs, run: int, end: int, gradient: Tensor) -> None:
         """Free later units and launch their gradients. Open this unit, and begin to gather the previous one.
 
-        In the forward `runs`, this unit is at position `run`. Units from position `end` on began after this unit had
+        `run` is this unit's position in the forward `runs`. Units at position `end` and later began after this unit had
         ended.
         """
         if torch.is_grad_enabled():

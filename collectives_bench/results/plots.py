@@ -145,7 +145,7 @@ def _plain(value: float) -> str:
 
 
 def _name_values_below(panel: Any, sizes: Sequence[int], text: Callable[[int], str]) -> None:
-    """Label the horizontal axis with as many measured sizes or numbers of ranks as fit, instead of powers."""
+    """Label the horizontal axis with as many measured sizes or numbers of ranks as fit, instead of powers of two."""
     least = math.log2(sizes[-1] / sizes[0]) / MOST_TICKS
     chosen = [sizes[-1]]
     for size in reversed(sizes[1:-1]):

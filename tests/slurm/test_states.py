@@ -53,7 +53,7 @@ def test_a_state_of_slurms_is_one_of_three_phases(state: str, phase: str) -> Non
             {"state": "FAILED", "exit_code": 127},
             127,
             "failed",
-            "the interpreter is not on the node; correct interpreter",
+            "the interpreter is not on the node; correct `interpreter`",
         ),
         ({"state": "FAILED", "signal": 9, "reason": "JobLaunchFailure"}, 137, "signal", "was killed by signal 9"),
         # Slurm could not open slurm-12.out: the run folder is not on that node.

@@ -52,7 +52,7 @@ def test_a_job_that_dies_without_a_verdict_is_given_one(
     (run.path / "slurm-12.out").write_text("slurm_script: 5: exec: /opt/python: not found\n")
     slurm.job("12", state="FAILED", code="127:0", nodes="n[1-2]", host="n1", reason="NonZeroExitCode")
     assert slurm_follow.follow(run, Console()) == 127
-    assert "the interpreter /opt/python is not on n1; correct interpreter" in ended(run)["message"]
+    assert "the interpreter /opt/python is not on n1; correct `interpreter`" in ended(run)["message"]
     assert "  slurm_script: 5: exec: /opt/python: not found" in capsys.readouterr().err
     assert read_state(run).code == 127
 
