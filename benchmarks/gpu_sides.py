@@ -48,13 +48,15 @@ class Spec:
     name: str
     kind: str  # of those above
     precision: str = "bf16"  # fp32, bf16 (autocast), pure_bf16 (weights too; the engine keeps fp32 masters)
-    compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks
-    graph: bool = False
+    compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks;
+    # overhead, overhead inside: whole and inside, with torch.compile's CUDA graphs
+    graph: bool | str = False  # cuda_graph of the job file
     alone: bool = False  # on the first GPU, by itself
     held: bool = False  # True: the side of ours that is held to reach
     options: tuple[tuple[str, Any], ...] = ()  # of the wrapper; of an engine: settings of the job file
     numerics: tuple[tuple[str, Any], ...] = ()  # of an engine: what no job file sets
     apart: bool = False  # on every GPU by itself, at the same time
+    ctas: int = 0  # of an engine: thread blocks of NCCL's kernels; 0: NCCL chooses
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,12 @@ class LoopSide(Side):
         if spec.precision == "pure_bf16" and spec.kind != "torch fsdp":  # which makes bfloat16 of them itself
             model = model.to(torch.bfloat16)
         self.dtype = torch.bfloat16 if spec.precision == "pure_bf16" else torch.float32
-        compiler = compile_for(scene)
+        compiler = compile_for(scene, "reduce-overhead" if "overhead" in spec.compiled else None)
         with_loss: nn.Module = own_class(spec.name)(model, compiler if spec.compiled == "blocks" else None)
-        if spec.compiled == "whole":
+        if spec.compiled in ("whole", "overhead"):
             with_loss = compiler(with_loss)
         wrapped, self.optimizer = self._wrapped(spec, model, with_loss, scene)
-        self.forward = compiler(wrapped) if spec.compiled == "inside" else wrapped
+        self.forward = compiler(wrapped) if spec.compiled.endswith("inside") else wrapped
         self.autocast = spec.precision == "bf16"
         self.device = scene.device
 
@@ -242,9 +244,11 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [each for name, each in module.named_modules() if name.rpartition(".")[2].startswith("block")]
 
 
-def compile_for(scene: Scene) -> Callable[[Any], Any]:
+def compile_for(scene: Scene, mode: str | None = None) -> Callable[[Any], Any]:
     """Return how this row compiles; a smoke run only goes through the motions."""
-    return lambda what: torch.compile(what, dynamic=False, backend="eager" if scene.smoke else "inductor")
+    if scene.smoke:
+        return lambda what: torch.compile(what, dynamic=False, backend="eager")
+    return lambda what: torch.compile(what, dynamic=False, mode=mode)
 
 
 def optimizer_of(scene: Scene) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -277,7 +281,7 @@ class EngineSide(Side):
         world = World(
             scene.rank if scene.ranks > 1 else 0,
             scene.ranks,
-            dist.group.WORLD if scene.ranks > 1 else None,
+            group_of(spec.ctas) if scene.ranks > 1 else None,
             scene.device,
         )
         settings = TrainSettings.model_validate(settings_of(spec, scene))
@@ -310,6 +314,16 @@ class PipeSide(gpu_pipes.PipeRunner, Side):
 
     def __init__(self, spec: Spec, scene: Scene) -> None:
         super().__init__(spec, build_model(scene), scene)
+
+
+def group_of(ctas: int) -> dist.ProcessGroup | None:
+    """Return a group of all ranks whose kernels have `ctas` thread blocks, if NCCL can; 0: the default group."""
+    if not ctas or not torch.cuda.is_available():
+        return dist.group.WORLD
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = ctas
+    group: dist.ProcessGroup = dist.new_group(pg_options=options)
+    return group
 
 
 def settings_of(spec: Spec, scene: Scene) -> dict[str, Any]:

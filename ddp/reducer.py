@@ -241,7 +241,7 @@ class Reducer(Generic[AnyBucket]):
                 self._wait(bucket, wait)
         finally:
             self.mean.wanted = True
-        self._reset()
+            self._reset()
 
     def _reset(self) -> None:
         self._running, self._asked, self._waits = False, False, []

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from muster.pipe.clipping import clip
 from muster.pipe.failure_guard import FailureGuard, Position
-from muster.pipe.graphs import Graphs, graphs_for
+from muster.pipe.graphs import When, graphs_for
 from muster.pipe.marks import Mark, marks_for
 from muster.pipe.microbatch_passes import PASSES
 from muster.pipe.rng_streams import Hooks
@@ -65,7 +65,8 @@ class Pipeline:
     `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps only the inputs of
     layers, and its backward recomputes one layer at a time. A second forward reads the buffer values of the first
     (`pipe/buffers.py`). `exact` gives the bits of the loop even if the schedule splits backwards or stages share a
-    weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
+    weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`); "auto" does so on a GPU if
+    it can, and `graphs.off` has the reason if not.
 
     A layer that overwrites its input gets a copy of it if the input is the output of another stage. The first forward
     detects such layers. The layers are used as passed, not copied. A buffer shared by several ranks is not
@@ -105,12 +106,12 @@ class Pipeline:
         layerwise: bool = False,
         recompute: bool = False,
         exact: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: When = False,
         tokens: Sequence[int] = (),
     ) -> None:
         check_model(layers, process_group, schedule, loss, layerwise=layerwise, recompute=recompute)
         self.tokens = tuple(tokens)
-        check_slices(schedule, self.tokens, others=layerwise or recompute or exact or cuda_graphs)
+        check_slices(schedule, self.tokens, others=layerwise or recompute or exact or bool(cuda_graphs))
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
@@ -133,11 +134,16 @@ class Pipeline:
         self._make: Make = PASSES["layerwise" if layerwise else "recompute" if recompute else "whole"]
         if self.tokens:
             self._make = SlicedPasses(self.tokens).make
-        self._graphs: Graphs | None = None
-        if cuda_graphs:
-            own = self.stages.values()
-            self._graphs = graphs_for(own, self.hooks, self._device, layerwise=layerwise, recompute=recompute)
-            self._make = self._graphs.make
+        self.graphs = graphs_for(
+            self.stages.values(),
+            self.hooks,
+            self._device,
+            when=cuda_graphs,
+            layerwise=layerwise,
+            recompute=recompute,
+        )
+        if self.graphs is not None:
+            self._make = self.graphs.make
 
         ties = find_ties(layers, lengths, schedule.rank_of, self.rank)
         self._connections = connect(process_group, self._device, _peers(schedule, self.rank, ties))
@@ -152,8 +158,8 @@ class Pipeline:
             )
             self._ties.share_weights()
         self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
-        if self._graphs is not None:
-            self._graphs.queue = self.queue
+        if self.graphs is not None:
+            self.graphs.queue = self.queue
 
     def _own_stages(self, named: Sequence[tuple[str, nn.Module]], lengths: Sequence[int]) -> dict[int, Stage]:
         """Return this rank's stages of the named layers, by number."""
@@ -240,8 +246,8 @@ class Pipeline:
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         count = self.schedule.microbatches // self.schedule.slices
         parts = cut_batch(inputs, targets, count, self._connections, tokens=self.tokens)
-        if self._graphs is not None:
-            self._graphs.begin()
+        if self.graphs is not None:
+            self.graphs.begin()
         run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
@@ -250,8 +256,8 @@ class Pipeline:
             self._do(run, self._row(len(parts.weights)), parts)
         if self.queue is not None:
             self.queue.finish()
-        if self._graphs is not None:
-            self._graphs.end()
+        if self.graphs is not None:
+            self.graphs.end()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if run.results:
             for index, samples in enumerate(parts.samples):

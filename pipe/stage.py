@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
-from muster.pipe.rng_streams import Hooks, seed_generators
+from muster.pipe.rng_streams import Hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -100,10 +100,15 @@ class Stage:
         if self.hooks.on_forward is not None:
             self.hooks.on_forward(self.number, microbatch)
 
+    def seeds(self, microbatch: int) -> list[int]:
+        """Return the seeds of a micro-batch's forward, one for each layer; empty if the user set no seeds."""
+        seeds = self.hooks.seeds
+        return [] if seeds is None else [seeds(microbatch, self.begin + index) for index in range(len(self.layers))]
+
     def layer(self, index: int, x: Tensor, microbatch: int) -> Tensor:
         """Run one layer, with its own random seed if the user set seeds."""
         if self.hooks.seeds is not None:
-            seed_generators(self.hooks.seeds(microbatch, self.begin + index))
+            self.hooks.seed(self.hooks.seeds(microbatch, self.begin + index))
         output: Tensor = self.layers[index](x)
         return output
 

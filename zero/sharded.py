@@ -168,6 +168,18 @@ class Sharded(DataParallel):
         self._spreads += 1
         self.residency.spread(flat_parameters)
 
+    def gather_late(self) -> None:
+        """From now on, begin to gather stepped parameters when they are needed, not right after the step.
+
+        A CUDA graph of a step then contains its gathers. Stages 1 and 2 only. Reading a parameter between a step and
+        the next forward becomes a collective.
+        """
+        self.residency.late = True
+
+    def shards_changed(self) -> None:
+        """Record that a replayed CUDA graph has stepped the shards. Requires `gather_late`."""
+        self.residency.changed([each for each in self.flat_parameters if each.trains])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, whole or sharded. `set_to_none` is ignored: all gradients are always set to None."""
         self.forget_shards()

@@ -4,6 +4,8 @@ late as possible.
     step   gather  [1 ][2 ][3 ]
     forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units, the forward
                                               waits for all parameters before it begins
+    late          step | gather  [1 ][2 ][3 ]          the gathers begin with the forward, so that one CUDA graph
+                         forward   [1 ][2 ][3 ]        contains them and all their uses
 
 A module of a unit waits for the whole unit before it runs. Any other module waits for those of its parameters that are
 in no unit, so that a submodule waits even if it is called directly.
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when needed
 
 from muster.ddp.means import Wait
 from muster.zero.absent import Expect
@@ -28,6 +31,8 @@ from muster.zero.units import Unit
 
 class Residency(ABC):
     """A policy for when parameters are gathered and freed."""
+
+    late = False  # True: gathers begin when parameters are needed, not after the step
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[None]:
@@ -44,6 +49,10 @@ class Residency(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for gathers that are in progress between forwards."""
+
+    def changed(self, flat_parameters: Sequence[FlatParameters]) -> None:
+        """Record that something else than `spread` has changed shards, so that a `late` gather follows."""
+        raise NotImplementedError  # only parameters that are always whole are gathered late
 
     def remove(self) -> None:  # noqa: B027 - some have no hooks
         """Remove all hooks, because the wrapper was deleted or its module was unwrapped."""
@@ -114,6 +123,7 @@ class AlwaysWhole(Residency):
         self._gather = gather
         self._waiting = waiting
         self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # gathers in progress, by id of the flat parameter
+        self._changed: Sequence[FlatParameters] = ()  # stepped, and to be gathered late
         me = weakref.WeakMethod(self.synchronize)
         self._expected = {
             id(flat_parameter): Expect(flat_parameter.parameters, me) for flat_parameter in flat_parameters
@@ -140,7 +150,19 @@ class AlwaysWhole(Residency):
         yield
 
     def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
-        """Begin to gather the stepped parameters, in the order in which a forward needs them."""
+        """Begin to gather the stepped parameters, in the order in which the forward needs them."""
+        if self.late:
+            self.changed(flat_parameters)
+        else:
+            self._start(flat_parameters)
+
+    def changed(self, flat_parameters: Sequence[FlatParameters]) -> None:
+        if not self._changed:  # something has read the parameters since the last step
+            self._changed, self._under_way = flat_parameters, {}
+            for flat_parameter in flat_parameters:
+                self._expected[id(flat_parameter)].begin()
+
+    def _start(self, flat_parameters: Sequence[FlatParameters]) -> None:
         self._gather.written()
         for flat_parameter in reversed(flat_parameters):
             flat_parameter.outdate()
@@ -151,7 +173,14 @@ class AlwaysWhole(Residency):
             self._expected[id(flat_parameter)].begin()
         self._gather.started()
 
+    def _start_late(self) -> None:
+        """Begin the gathers that `late` has postponed."""
+        if self._changed:
+            changed, self._changed = self._changed, ()
+            self._start(changed)
+
     def synchronize(self) -> None:
+        self._start_late()
         if self._under_way:
             self._before([flat_parameter for flat_parameter, _ in self._under_way.values()])
 
@@ -160,6 +189,7 @@ class AlwaysWhole(Residency):
 
         Errors of a broken group are ignored, because they are reported elsewhere.
         """
+        self._changed = ()  # beginning a gather now could wait for ranks that have ended
         with suppress(RuntimeError):
             self.synchronize()
         for handle in self._handles:
@@ -169,12 +199,17 @@ class AlwaysWhole(Residency):
 
     def _before(self, flat_parameters: Sequence[FlatParameters], *_: Any) -> None:
         """Wait for the flat parameters that a forward needs."""
-        if self._under_way:
-            for flat_parameter in flat_parameters:
-                if (waited := self._under_way.get(id(flat_parameter))) is not None:
-                    self._expected[id(flat_parameter)].end()
-                    del self._under_way[id(flat_parameter)]
-                    self._waiting(*waited)
+        if self._changed or self._under_way:
+            self._wait_for(flat_parameters)
+
+    @_disable_dynamo  # a compiled block must not contain the wait, nor the marks of its time
+    def _wait_for(self, flat_parameters: Sequence[FlatParameters]) -> None:
+        self._start_late()
+        for flat_parameter in flat_parameters:
+            if (waited := self._under_way.get(id(flat_parameter))) is not None:
+                self._expected[id(flat_parameter)].end()
+                del self._under_way[id(flat_parameter)]
+                self._waiting(*waited)
 
     def _adopt(self) -> None:
         """Copy values that were loaded directly into the module into shards and masters."""

@@ -15,6 +15,7 @@ now     bytes: "rss": resident memory, "files": its part in pages of files, such
 peak    the maximum of each value in `now` except "files", since the previous point
 used    rows of steps on CPUs only: the peak number of bytes allocated on the heap, sampled when gradients arrive,
         relative to the baseline
+graphs  the last row on GPUs only, if steps were replayed from CUDA graphs: bytes reserved for the graphs alone
 
 Each row is written immediately, so the rows of a killed rank are kept.
 """

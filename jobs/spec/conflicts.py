@@ -13,6 +13,7 @@ from typing import Any, Final
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.job import Unread
 from muster.jobs.spec.modes import MODES, SHARDED
+from muster.jobs.spec.recorded import THROUGH_THE_HOST, UNRECORDABLE
 from muster.jobs.spec.rules import TrainRules
 
 Test = Callable[[TrainRules], bool]
@@ -20,27 +21,12 @@ Test = Callable[[TrainRules], bool]
 # The modes in which Muster sums gradients itself, not PyTorch.
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)
 
-# Modes whose step cannot be recorded as one CUDA graph, because the host has to do something during the step. The other
-# data-parallel modes record a whole step. Pipelines record each forward and backward of a stage (`pipe/graphs.py`).
-THROUGH_THE_HOST: Final = {
-    "data_parallel": "threads of the host run the replicas",
-    "gather_scatter": "the host starts the messages with which rank 0 gathers gradients",
-    "ddp": "PyTorch's wrapper decides on the host which bucket is ready",
-    "zero1": "its optimizer and its gathers are started by the host",
-    "zero2": "its optimizer and its gathers are started by the host",
-    "zero3": "the host allocates and frees the memory of parameters within a step",
-    "asynchronous": "the host requests every exchange with the servers",
-    "tensor": "recording the collectives within its layers is not supported yet",
-    "fsdp": "the host allocates and frees the memory of parameters within a step",
-}
-
 
 @dataclass(frozen=True)
 class Conflict:
     """One row of CONFLICTS: a test that detects the conflict, and a message with the reason and the remedy.
 
-    `why` is a format string. It may use settings as `{s.key}`, and the words `{mode}`, `{model}`, `{data}` and `{host}`
-    (the reason in THROUGH_THE_HOST).
+    `why` is a format string. It may use settings as `{s.key}`, and the words `{mode}`, `{model}` and `{data}`.
     """
 
     found: Test
@@ -84,46 +70,9 @@ ANY: Final = (
 
 RECORDED: Final = (
     Conflict(lambda s: s.device == "cpu", "cuda_graph needs a CUDA device, but device is cpu; remove one of them"),
-    Conflict(
-        lambda s: s.mode_name in THROUGH_THE_HOST,
-        "cuda_graph cannot be combined with {mode}: {host}; choose mode bucketed",
-    ),
-    Conflict(
-        lambda s: s.model.dropout > 0.0,
-        "cuda_graph cannot be combined with dropout: the host reseeds every micro-batch; set dropout: 0",
-    ),
-    Conflict(
-        lambda s: s.optimizer.make is not None,
-        "cuda_graph cannot be combined with optimizer {s.optimizer.make}, whose step may need the host; "
-        "set cuda_graph: false",
-    ),
-    Conflict(
-        lambda s: s.is_pipeline and s.splits_layers,
-        "cuda_graph cannot be combined with tensor parallel: recording the collectives within layers is not supported "
-        "yet; set cuda_graph: false",
-    ),
-    Conflict(
-        lambda s: s.is_pipeline and _has_copies(s),
-        "cuda_graph cannot be combined with {s.parallel.data} data-parallel pipelines: hooks average the gradients, "
-        "and a recorded backward calls no hooks; set cuda_graph: false",
-    ),
     *(
-        Conflict(
-            lambda s, key=key: s.is_pipeline and getattr(s, key),  # type: ignore[misc]
-            f"cuda_graph cannot be combined with {key}: a recorded graph keeps its memory, so {key} saves nothing; "
-            "remove one of them",
-        )
-        for key in ("activation_checkpointing", "layerwise")
-    ),
-    Conflict(
-        lambda s: s.is_pipeline and s.exact and s.model.ties_head,
-        "cuda_graph cannot be combined with exact if the head and the embedding share their weight: hooks collect "
-        "their gradients, and a recorded backward calls no hooks; write model: {{name: ..., tied: false}}, "
-        "or remove cuda_graph or exact",
-    ),
-    Conflict(
-        lambda s: s.exact and not s.is_pipeline,
-        "cuda_graph cannot be combined with exact: the host separates the virtual ranks; remove one of them",
+        Conflict(row.found, f"cuda_graph cannot be combined with {row.what}: {row.why}; {row.remedy}")
+        for row in UNRECORDABLE
     ),
 )
 
@@ -249,7 +198,6 @@ SLICED: Final = (
         "terapipe cannot be combined with activation_checkpointing, because later slices read "
         "activations that a slice keeps; remove one of them",
     ),
-    Conflict(lambda s: s.cuda_graph, "terapipe cannot be combined with cuda_graph yet; remove one of them"),
 )
 
 ROUNDED: Final = (
@@ -282,7 +230,7 @@ UNORDERED: Final = (
 
 CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: True, ANY),
-    (lambda s: s.cuda_graph, RECORDED),
+    (lambda s: s.cuda_graph is True, RECORDED),
     (lambda s: s.sync == "data_parallel", REPLICATED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
@@ -300,8 +248,13 @@ def conflict(settings: TrainRules) -> str | None:
         row = next((row for row in rows if row.found(settings)), None) if applies(settings) else None
         if row is not None:
             mode = settings.mode_name
-            words = {"mode": mode, "model": settings.model.title, "data": settings.data.title}
-            return row.why.format(s=settings, host=THROUGH_THE_HOST.get(mode), **words)
+            words = {
+                "mode": mode,
+                "model": settings.model.title,
+                "data": settings.data.title,
+                "host": THROUGH_THE_HOST.get(mode),
+            }
+            return row.why.format(s=settings, **words)
     return None
 
 

@@ -261,10 +261,10 @@ class TrainFields(Strict):
     )
     compile: bool = Field(False, description="use torch.compile, block by block")
     activation_checkpointing: bool = Field(False, description="recompute every block in the backward, to save memory")
-    cuda_graph: bool = Field(
-        False,
-        description="record the step as a CUDA graph and replay it; in a pipeline, each forward and backward. Useful "
-        "if GPUs wait for the host",
+    cuda_graph: Literal["auto"] | bool = Field(
+        "auto",
+        description="record the step as a CUDA graph and replay it; in a pipeline, each forward and backward. `auto` "
+        "does so on GPUs where it can, and says why if not; `true` refuses a job that cannot be recorded",
     )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
         25.0, description="modes bucketed, zero1, zero2: largest bucket, in MB of 2^20 bytes; null: one bucket"

@@ -4,18 +4,19 @@ batch ─ parallel.Accumulation, or parallel.Stages ─ mean over ranks with the
         every layer is here      a slice of them                                           of the whole model
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.spec.recorded import AUTO, records, why_eager
 from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.train.data.loading import ShardInput
-from muster.jobs.train.graph import GraphedSteps, require_cuda
+from muster.jobs.train.graph import RECORDED, GraphedSteps, require_cuda, require_no_hooks
 from muster.jobs.train.memory.held import Held, tensors_of
-from muster.jobs.train.models.made import require_graphable
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
@@ -25,6 +26,8 @@ from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -48,15 +51,37 @@ class Engine:
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())
         # A pipeline records graphs of its actions, not of whole steps.
-        self.graphed = None
-        if settings.cuda_graph and self.stages is None:
-            self.graphed = GraphedSteps(clock, model.world.device)
+        self.graphed: GraphedSteps | None = None
+        self._optional = settings.cuda_graph == AUTO
+        self._eager = why_eager(settings) if self._optional and model.world.device.type == "cuda" else ""
+        if records(settings, model.world.device.type) and self.stages is None:
+            self.graphed = GraphedSteps(clock, model.world, optional=self._optional)
+            self.replica.prepare_recording()
+
+    @property
+    def notice(self) -> str:
+        """Whether steps are replayed from CUDA graphs, or why not; empty if the job does not ask for it."""
+        graphs = self.graphed or (None if self.stages is None else self.stages.pipeline.graphs)
+        off = self._eager if graphs is None else graphs.off
+        if off:
+            return f"cuda_graph: auto: steps run eagerly: {off}"
+        if graphs is None:
+            return ""
+        return (
+            RECORDED if self.graphed is not None else "cuda_graph: forwards and backwards are replayed from CUDA graphs"
+        )
+
+    @property
+    def graph_bytes(self) -> int:
+        """The memory that recorded graphs keep for themselves."""
+        graphs = self.graphed or (None if self.stages is None else self.stages.pipeline.graphs)
+        return 0 if graphs is None else graphs.bytes
 
     @property
     def not_timed(self) -> str:
         """The reason why timelines lack collectives of this rank's steps; empty if none are missing."""
-        if self.graphed is not None:
-            return "no part of a step that is replayed from a CUDA graph can be timed"
+        if self.graphed is not None and not self.graphed.off:
+            return "no part of a step that is replayed from a CUDA graph can be timed; set cuda_graph: false to time it"
         return (
             "the exchanges within split layers are not timed" if self.model.world.tensor > 1 else self.replica.not_timed
         )
@@ -72,15 +97,41 @@ class Engine:
         Returns a float64 scalar for each of this rank's virtual ranks: the sum of the losses of its samples.
         """
         if self.graphed is None:
-            return self._step(step, shards)
-        return self.graphed.run(self._step, step, shards)
+            return self.run(step, shards)
+        return self.graphed.run(self, step, shards)
 
-    def _step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+    # The step as a graph contains it: `graph.Recordable` ------------------------------------------------------------
+
+    def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Run a step eagerly, or record it."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = self.runs.run(step, shards)
         self._advance()
         self.clock.lap("optimizer")
         return losses
+
+    def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
+        """List the seeds of a step's forwards, in order."""
+        return self.runs.seeds(step, shards) if isinstance(self.runs, Accumulation) else []
+
+    @contextmanager
+    def seeded_by(self, seed: Callable[[int], None]) -> Iterator[None]:
+        """Within the block, call `seed` with each of a step's seeds, instead of seeding the generators."""
+        assert isinstance(self.runs, Accumulation)
+        own, self.runs.seed = self.runs.seed, seed
+        try:
+            yield
+        finally:
+            self.runs.seed = own
+
+    def replayed(self) -> None:
+        """Record that a replay has stepped the optimizer."""
+        self.replica.stepped()
+
+    def abandon(self) -> None:
+        """Clean up after a recording that failed: forget its gradients and collectives, none of which have run."""
+        self.replica.abandon()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _advance(self) -> None:
         """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
@@ -107,6 +158,24 @@ class Engine:
             outputs = self.runs.predict(inputs)
         self.module.train()
         return outputs
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """Run work without collectives. If it runs out of memory, free recorded graphs and run it again.
+
+        Before the next step, all ranks must call `agree_on_graphs`.
+        """
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            why = "an evaluation needs the memory of the graph"
+            if self.model.world.tensor > 1 or self.graphed is None or not self.graphed.make_room(why):
+                raise
+            return work()
+
+    def agree_on_graphs(self) -> None:
+        """If a rank has freed its graphs, free those of all ranks: a collective."""
+        if self.graphed is not None:
+            self.graphed.agree()
 
     def held_state(self) -> list[TensorPart]:
         """List the parts that this rank saves. Together, the ranks save each part once."""
@@ -139,10 +208,9 @@ def build_engine(
 
     `numerics.place` must have placed the model. `sample` is the shape of one input, used to cut a pipeline.
     """
-    if settings.cuda_graph:
+    if settings.cuda_graph is True:
         require_cuda(world.device)
-        if settings.model.make is not None:
-            require_graphable(model, settings)
+        require_no_hooks(model)
     split = settings.split(world.size)
     groups = groups_of(world, split)
     rank_model = parallelize(model, split, groups, settings, world=world, numerics=numerics, clock=clock, sample=sample)

@@ -6,6 +6,7 @@ copy of the model. Each block is one forward. Its sums are float64, gathered, an
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -59,11 +60,11 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss:
         # Ranks that shard parameters must run every forward together, so a rank without a block repeats the last one.
         block = row * world.data_ranks + world.data_rank
         inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
-        outputs = engine.predict(move_inputs(inputs, world.device, dtype))
+        result = engine.with_room(partial(result_of, engine, inputs, targets, dtype, loss))
         if block < blocks:
-            wanted = targets.to(world.device)
-            mine[row] = measure(outputs, wanted) if loss is mean_loss else measure_by(loss, outputs, wanted)
+            mine[row] = result
         page.own.beat()
+    engine.agree_on_graphs()
     dealt = [rows.tolist() for rows in world.readers(world.gather(mine))]
     in_order = [dealt[block % len(dealt)][block // len(dealt)] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
@@ -74,6 +75,13 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss:
         perplexity = math.inf if mean >= 700.0 else math.exp(mean)  # NaN stays NaN
         return Evaluation(mean, "perplexity", perplexity, data.eval_samples)
     return Evaluation(mean, "accuracy", right / predictions, data.eval_samples)
+
+
+def result_of(engine: Engine, inputs: Tensor, targets: Tensor, dtype: torch.dtype, loss: Loss) -> Tensor:
+    """Predict a block; return its loss sum, correct predictions and all predictions: (3,) float64."""
+    device = engine.model.world.device
+    outputs, wanted = engine.predict(move_inputs(inputs, device, dtype)), targets.to(device)
+    return measure(outputs, wanted) if loss is mean_loss else measure_by(loss, outputs, wanted)
 
 
 def block_indices(block: int, samples: int) -> Tensor:

@@ -160,7 +160,7 @@ def run_steps(
     """
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
-    pace, done = Pace(), first
+    pace, done, noticed = Pace(), first, engine.notice
 
     def is_log_point(done: int) -> bool:
         return done in (first + 1, steps) or done % settings.log_every == 0
@@ -176,6 +176,9 @@ def run_steps(
         with running_user_code(f"rank {trainer.world.rank}: step {done + 1}"):
             losses = engine.train_step(done, work.shards)
         clock.stop()
+        if engine.notice != noticed:
+            noticed = engine.notice
+            screen.say(noticed)
         metrics.record(
             work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
         )

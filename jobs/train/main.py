@@ -34,6 +34,7 @@ from muster.jobs.saving.saver import Saver, Target
 from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.plain import plain_job
+from muster.jobs.spec.recorded import records
 from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.asynchronous import train_asynchronously
@@ -164,9 +165,11 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter) ->
     data = open_same_data(job, world)
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
-    prepare(settings_of(job).profile, cuda_graph=settings_of(job).cuda_graph)
+    prepare(settings_of(job).profile, cuda_graph=records(settings_of(job), world.device.type))
     memory = MemoryRecorder(folder.memory(world.rank), world.device, facts_of(start, job, world))
     trainer = build_trainer(settings_of(job), data, world)
+    if world.rank == 0 and trainer.engine.notice:
+        print(trainer.engine.notice, flush=True)
     if world.rank == 0 and settings_of(job).makes:
         write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     saving, replay, first = NOT_SAVING, None, 0

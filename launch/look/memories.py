@@ -40,6 +40,7 @@ class RankMemory:
     used: int | None  # CPUs only: peak of the heap in use, sampled when gradients arrive in the recorded steps
     reserved: int | None  # GPUs only: most memory reserved by the allocator
     steps: int  # number of recorded steps
+    graphs: int | None = None  # GPUs only: memory that only recorded CUDA graphs use, at the end of the attempt
 
     @property
     def rank(self) -> int:
@@ -59,7 +60,7 @@ class RankMemory:
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""
         own = {"held": dict(self.held), "rest": self.rest, "peaks": dict(self.peaks), "used": self.used}
-        return {**self.facts, **own, "reserved": self.reserved, "steps": self.steps}
+        return {**self.facts, **own, "reserved": self.reserved, "graphs": self.graphs, "steps": self.steps}
 
 
 def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemory]]:
@@ -96,6 +97,7 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
                 (_bytes(row["peak"], "reserved") for each in rows.values() for row in each if _has(row)), default=None
             ),
             steps=len(rows.get(AFTER, ())),
+            graphs=max((_bytes(row, "graphs") for row in rows.get(END, ()) if "graphs" in row), default=None),
         )
     except (OSError, ValueError, KeyError, TypeError):  # damaged, or from another version
         return None

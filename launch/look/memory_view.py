@@ -24,6 +24,8 @@ while made: peak while the model and optimizer were built; every rank builds the
 ON_HEAP: Final = """\
 in use: peak of the bytes allocated on the heap, sampled when the last layer's and the largest gradient arrive. The
 peak also includes freed blocks that the heap keeps between used ones, and scratch memory of kernels at other times"""
+OF_GRAPHS: Final = """\
+graphs: memory reserved for recorded CUDA graphs, which only their replays use; cuda_graph: false saves it"""
 
 
 def records(memory: RankMemory, formula: "PeakMemory | None") -> list[dict[str, Any]]:
@@ -40,6 +42,8 @@ def records(memory: RankMemory, formula: "PeakMemory | None") -> list[dict[str, 
         if "total" in expected:
             rows.append(_record("not explained", round(memory.peak - expected["total"]), None))
         rows.append(_record("while made", memory.making, None))
+    if memory.graphs is not None:
+        rows.append(_record("graphs", memory.graphs, None))
     if memory.reserved is not None:
         rows.append(_record("reserved", memory.reserved, None))
     return rows
@@ -62,6 +66,7 @@ def render(
         steps = "the first step" if first.steps == 1 else f"the first {first.steps} steps"
         lines.append(LEGEND.format(how=how, steps=steps))
         lines += [ON_HEAP] if any(each.used is not None for each, _ in shown) else []
+        lines += [OF_GRAPHS] if any(each.graphs is not None for each, _ in shown) else []
     else:
         lines.append("no step is done yet; this is the memory before the first step")
     explained = (masters_alone_text(formula) for _, formula in shown if formula is not None)

@@ -117,10 +117,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
             {**GPT, "parallel": {"tensor": 2, "pipe": 2}, "exact": True},
             "exact: true cannot be combined with tensor parallel",
         ),
-        (
-            {**GPT, "mode": "tensor", "cuda_graph": True},
-            "cuda_graph cannot be combined with tensor: recording the collectives within",
-        ),
         ({**GPT, "mode": "tensor", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes"),
         (
             {"mode": "1f1b", "grad_accumulation": 2},

@@ -56,6 +56,7 @@ class Run:
     groups: bool = False
     units: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    late: bool = False  # gathers begin with the next forward
 
     def wrap(self, world: World, seed: int | None = None) -> tuple[ShardedDataParallel, ShardedOptimizer]:
         """Wrap the case's module, built from a seed of this rank's own, and build its optimizer."""
@@ -67,6 +68,8 @@ class Run:
         units = [module.get_submodule(name) for name in self.units] or None
         model = ShardedDataParallel(module, world.group, stage=self.stage, units=units, **settings)
         kind, options = OPTIMIZERS[self.how]
+        if self.late:
+            model.gather_late()
         return model, model.optimizer(kind, own_groups(module) if self.groups else None, **options)
 
 

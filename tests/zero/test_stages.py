@@ -4,9 +4,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from muster.jobs.world.world import World
+from muster.zero import ShardedDataParallel
 from support.sharded import Run, wrong_training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -52,6 +55,37 @@ ONCE = [
     {"case": "ragged", "how": "adamw", "shards": 2, "settings": {"accumulate": "sharded"}},
     {"case": "recomputed", "how": "adamw", "shards": 2, "settings": {"bucket_size_mb": None}},
 ]
+
+
+LATE = [
+    {"case": "ragged", "how": "adamw", "shards": 2, "clip": 0.1, "settings": EXACT},
+    {"case": "gpt", "how": "adamw fused", "units": ("block1", "block2"), "settings": {**EXACT, **LARGER}},
+    {"case": "masters", "how": "adamw", "steps": 2},
+]
+
+
+def test_parameters_that_are_gathered_with_the_next_forward_train_as_one_process_too(on_ranks):
+    runs = [{**run, "stage": stage, "late": True} for stage, run in product((1, 2), LATE)]
+    assert on_ranks(2, wrong_runs, runs=runs) == [[]] * 2
+
+
+def read_late(world: World) -> list[bool]:
+    """Step shards as a replayed graph does, without the wrapper: whoever reads a parameter gets the new values."""
+    torch.manual_seed(1)
+    model = ShardedDataParallel(nn.Linear(5, 3), world.group, stage=1)
+    model.gather_late()
+    found = []
+    for value in (2.0, 3.0):
+        for each in model.flat_parameters:
+            each.shard.fill_(value)
+        model.shards_changed()
+        model.shards_changed()  # nobody has read the parameters in between
+        found.append(all(bool((each == value).all()) for each in model.module.parameters()))
+    return found
+
+
+def test_whoever_reads_parameters_after_a_replay_gets_gathered_ones(on_ranks):
+    assert on_ranks(2, read_late) == [[True, True]] * 2
 
 
 def test_other_modules_and_settings_train_as_one_process_too(on_ranks):

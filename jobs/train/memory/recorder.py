@@ -73,7 +73,9 @@ class MemoryRecorder:
     ) -> None:
         self._remove_hooks()
         self._since()
-        self._append({"point": END, "now": gauge.now(self.device), "peak": self._peaks})
+        graphs = 0 if self._engine is None else self._engine.graph_bytes
+        more = {"graphs": graphs} if graphs else {}
+        self._append({"point": END, "now": gauge.now(self.device), "peak": self._peaks, **more})
         self._engine = None
 
     def _before(self, *_: object) -> None:

@@ -108,20 +108,6 @@ def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> LayerStack:
     return stack
 
 
-def require_graphable(model: nn.Module, settings: "TrainSettings") -> None:
-    """Refuse dropout in a user's model whose steps are recorded: its random numbers would not be keyed by the step.
-
-    Raises:
-        RefusedError: if the model has a dropout layer.
-    """
-    drops = [name for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.p]
-    if drops:
-        raise RefusedError(
-            f"train.cuda_graph: cannot record dropout, which {settings.model.make} has in {drops[0]}, because the host "
-            "reseeds every micro-batch; remove the dropout, or set cuda_graph: false"
-        )
-
-
 def digest_of(model: nn.Module) -> str:
     """Return the SHA-256 of names, dtypes, shapes and values (the sum of their bits) of parameters and buffers."""
     digest = hashlib.sha256()

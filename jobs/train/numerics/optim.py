@@ -44,30 +44,43 @@ def build_optimizer(
     With `capturable`, a CUDA graph can contain its step: the learning rate is a tensor on the device.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    kind, options = recipe(trainable, settings, cut_anywhere=cut_anywhere)
-    if capturable and trainable:
-        options["lr"] = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
-        options |= {"capturable": True} if settings.name == "adamw" else {}
+    kind, options = recipe(trainable, settings, cut_anywhere=cut_anywhere, capturable=capturable)
     optimizer = kind([{"params": trainable}], **options)  # a slice of a model may have no parameters
     make_state(optimizer, settings)
+    quiet(optimizer)
     return optimizer
 
 
+def quiet(optimizer: torch.optim.Optimizer) -> None:
+    """Suppress PyTorch's warning that a capturable optimizer also steps outside of a graph: the first steps do."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
 def recipe(
-    trainable: Sequence[nn.Parameter], settings: "OptimizerSettings", *, cut_anywhere: bool = False
+    trainable: Sequence[nn.Parameter],
+    settings: "OptimizerSettings",
+    *,
+    cut_anywhere: bool = False,
+    capturable: bool = False,
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and options of the job's optimizer; fused into one kernel if the device supports it.
 
     With `cut_anywhere`, the rounding of an element does not depend on its position in a tensor, so that parameters can
     be sharded. On CPUs, fused kernels lack this property: they compute the last elements, which do not fill a vector,
     differently.
+    With `capturable`, a CUDA graph can contain the step: the learning rate is a tensor on the device.
     """
     if settings.make is not None:
         return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}
     kind, options = OPTIMIZERS[settings.name](settings)
     fused_on = FUSED_ALIKE if cut_anywhere else FUSED_ON
     fused = all(p.device.type in fused_on and p.is_floating_point() for p in trainable)
-    return kind, {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": fused, **options}
+    if capturable and settings.name == "adamw":
+        options["capturable"] = True
+    lr: Any = settings.lr
+    if capturable and trainable:
+        lr = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
+    return kind, {"lr": lr, "weight_decay": settings.weight_decay, "fused": fused, **options}
 
 
 def made_optimizer(text: str) -> type[torch.optim.Optimizer]:

@@ -4,7 +4,7 @@ Batch norm uses each virtual rank's own statistics. The running statistics, used
 virtual rank 0 only (as in PyTorch's DDP).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -28,7 +28,8 @@ class Accumulation:
         self.replica = replica
         self.numerics = numerics
         self.scaler = scaler
-        self.dropout_seed = settings.seed if settings.model.draws and not settings.cuda_graph else None
+        self.dropout_seed = settings.seed if settings.model.draws else None
+        self.seed: Callable[[int], None] = seed_generators  # replaced while a graph is recorded
         self.norms = [module for module in replica.module.modules() if isinstance(module, _NormBase)]
         self.tracking = True
 
@@ -40,6 +41,16 @@ class Accumulation:
             losses.append(self._shard(step, shard, last=shard is shards[-1]))
         self.replica.finish()
         return losses
+
+    def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
+        """List the seeds of a step's forwards, in order; empty if no forward draws random numbers."""
+        seed = self.dropout_seed
+        return [
+            forward_seed(seed, step, shard.virtual_rank, index)
+            for shard in shards
+            for index in range(len(shard.micro_batches))
+            if seed is not None
+        ]
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients."""
@@ -55,7 +66,7 @@ class Accumulation:
         total: Tensor | None = None
         for index, micro in enumerate(shard.micro_batches):
             if self.dropout_seed is not None:
-                seed_generators(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
+                self.seed(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
             if last and index == len(shard.micro_batches) - 1:
                 loss = self._micro_batch(micro, last=True)
             else:

@@ -5,7 +5,8 @@
     after the last action                     |  tied weights are summed over stages, then their buckets are launched
 
 The gradient of a parameter with several uses, on one rank or on two, is complete only after the last action, so its
-bucket is the last.
+bucket is the last. A backward that is replayed from a CUDA graph calls no hooks, so all gradients of its stage are
+reported when it ends.
 """
 
 from collections.abc import Collection
@@ -28,9 +29,14 @@ class ReadyGradients:
         named = [(name, each) for name, each in pipeline.module.named_parameters() if each.requires_grad]
         self.late = [each for name, each in named if name in shared]
         wrapper.launch_last(self.late)
-        own = {id(each) for each in self.late}
+        late = {id(each) for each in self.late}
+        if pipeline.graphs is not None:
+            stages = pipeline.stages
+            self.own = {number: [each for each in stages[number].learning if id(each) not in late] for number in stages}
+            pipeline.on_last_backward = lambda stage: wrapper.gradients_are_ready(self.own[stage])
+            return
         for _, each in named:
-            if id(each) not in own:
+            if id(each) not in late:
                 each.register_post_accumulate_grad_hook(self._hear)  # type: ignore[no-untyped-call]
 
     def _hear(self, parameter: Tensor) -> None:

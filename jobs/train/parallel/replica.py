@@ -9,7 +9,7 @@ them whole, for comparison or evaluation, are collectives.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.base import DataParallel
+from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
 from muster.jobs.train.profiling.clock import StepMarks
@@ -41,6 +42,7 @@ class Replica:
         self.module = module
         self.world = world
         self.clock = clock
+        self._parameters: list[nn.Parameter] | None = None
 
     # A step ---------------------------------------------------------------------------------------------------------
 
@@ -66,7 +68,9 @@ class Replica:
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's part of the mean gradients, to be changed in place before the step."""
-        return gradients_of(self.module.parameters())
+        if self._parameters is None:  # listing them takes a millisecond in a model with a hundred layers
+            self._parameters = list(self.module.parameters())
+        return gradients_of(self._parameters)
 
     def figures(self) -> dict[str, Tensor]:
         """Return additional metrics columns for the last step, as scalars."""
@@ -80,12 +84,22 @@ class Replica:
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build the optimizer of this rank's parameters."""
-        capturable = settings.cuda_graph and not settings.is_pipeline  # a pipeline records actions, not whole steps
+        # A pipeline records actions, not whole steps.
+        capturable = records(settings, self.world.device.type) and not settings.is_pipeline
         return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)
 
     def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange] | None:
         """List this rank's ranges of the state; None means that it has every tensor whole."""
         return None
+
+    def prepare_recording(self) -> None:
+        """Prepare for steps that are recorded as CUDA graphs."""
+
+    def stepped(self) -> None:
+        """Record that a replayed graph has changed gradients and parameters."""
+
+    def abandon(self) -> None:
+        """Forget what a recording that failed has left behind."""
 
     def settle(self) -> None:
         """Wait until all parameters have been updated by the last step."""
@@ -124,6 +138,12 @@ class WrappedReplica(Replica):
     def accumulating(self) -> AbstractContextManager[Any]:
         """Return a context in which the wrapper does not communicate."""
         return self.wrapper.no_sync()
+
+    def abandon(self) -> None:
+        """Forget the collectives of a recording that failed. A wait for one of them raises, but they never ran."""
+        with suppress(RuntimeError):
+            self.wrapper.zero_grad()
+        self.wrapper.zero_grad()
 
     def next_shard(self) -> None:
         """Keep the gradients of the previous virtual rank separate, so that they are summed in order."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.numerics.optim import make_state, recipe
+from muster.jobs.train.numerics.optim import make_state, quiet, recipe
 from muster.jobs.train.parallel.replica import WrappedReplica
 from muster.jobs.train.profiling.clock import Phase, StepMarks
 from muster.jobs.world.world import World
@@ -86,9 +87,11 @@ class ShardedReplica(WrappedReplica):
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build the optimizer of this rank's share; 16-bit parameters get float32 copies."""
         trainable = [each for each in self.module.parameters() if each.requires_grad]
-        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
+        capturable = records(settings, self.world.device.type) and not settings.is_pipeline
+        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere, capturable=capturable)
         self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
         make_state(self.optimizer.inner, settings.optimizer)
+        quiet(self.optimizer.inner)
         return self.optimizer
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
@@ -104,6 +107,19 @@ class ShardedReplica(WrappedReplica):
     def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange]:
         """List this rank's share of the state."""
         return [*self.wrapper.held_parameters(), *self.optimizer.held_state()]
+
+    def prepare_recording(self) -> None:
+        """Gather parameters when the next forward begins, so that a graph of one step contains the gathers."""
+        self.wrapper.gather_late()
+
+    def stepped(self) -> None:
+        """Record that a replayed graph has stepped the shards."""
+        self.wrapper.shards_changed()
+
+    def abandon(self) -> None:
+        """Forget the collectives of a recording that failed, and gather the parameters again."""
+        super().abandon()
+        self.wrapper.shards_changed()
 
     def settle(self) -> None:
         """Wait for parameters that are being gathered."""

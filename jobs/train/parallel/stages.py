@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from muster.ddp import FlatAllReduce
 from muster.ddp.reduced import Reduced
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.spec.recorded import records
 from muster.jobs.tensors.parts import dtype_of
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.models.made import loss_of
@@ -88,7 +89,7 @@ class Stages:
             layerwise=settings.layerwise,
             recompute=settings.activation_checkpointing,
             exact=settings.exact,
-            cuda_graphs=settings.cuda_graph,
+            cuda_graphs=settings.cuda_graph if records(settings, world.device.type) else False,
             tokens=tokens if len(tokens) > 1 else (),
         )
         if settings.model.draws:
@@ -106,6 +107,8 @@ class Stages:
         self.ready: ReadyGradients | None = None  # None: all gradients are averaged after the last backward
         if isinstance(replica.wrapper, Reduced) and not isinstance(replica.wrapper, FlatAllReduce):
             self.ready = ReadyGradients(self.pipeline, replica.wrapper, {*shared, *shared.values()})
+        if self.pipeline.graphs is not None:
+            self.pipeline.graphs.ignores_hooks = True
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Run a batch through the pipeline; return the sum of the losses of its samples, as one shard."""

@@ -11,6 +11,7 @@ waits of the stages count as `backward`; `muster timeline` shows them separately
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Final, Literal
@@ -111,16 +112,18 @@ class StepMarks:
 
 def clock_for(device: torch.device) -> StepMarks:
     """Return the clock of a device."""
-    return StepMarks(_event, _event_seconds) if device.type == "cuda" else StepMarks(perf_counter, _difference)
+    if device.type == "cuda":
+        return StepMarks(partial(_event, device.index), _event_seconds)
+    return StepMarks(perf_counter, _difference)
 
 
 def _difference(before: float, after: float) -> float:
     return after - before
 
 
-def _event() -> torch.cuda.Event:
+def _event(index: int | None) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(index))  # finding the current device would take longer than the rest
     return event
 
 

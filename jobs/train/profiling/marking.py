@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from muster.jobs.spec.recorded import records
 from muster.jobs.trace.events import MODULE
 from muster.jobs.trace.kinds import OTHER
 from muster.jobs.train.memory.held import Held
@@ -57,7 +58,7 @@ def subject_of(engine: "Engine", settings: "TrainSettings") -> Subject:
     """Return the subject of this rank's profile."""
     last = next(reversed(engine.model.whole.pieces), None)
     has_last = engine.stages is None or last in dict(engine.module.named_parameters())
-    note = COMPILED if settings.compile else REPLAYED if settings.cuda_graph else ""
+    note = COMPILED if settings.compile else REPLAYED if records(settings, engine.model.world.device.type) else ""
     return Subject(engine.module, engine.held_tensors, has_last, note)
 
 

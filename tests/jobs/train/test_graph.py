@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data.loading import MicroInput, ShardInput
-from muster.jobs.train.graph import GraphedSteps, form_of
+from muster.jobs.train.engine import build_engine
+from muster.jobs.train.graph import GraphedSteps, form_of, require_no_hooks
+from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate
-from muster.jobs.train.profiling.clock import PHASES, StepMarks
+from muster.jobs.train.profiling.clock import PHASES, StepMarks, clock_for
+from muster.jobs.world.world import World
+from muster.pipe.graphs import too_little
 
 
 def shard(samples: int = 2, virtual_rank: int = 0) -> ShardInput:
@@ -41,7 +47,46 @@ def test_what_a_recorded_step_cannot_change_makes_another_form() -> None:
 
 def test_a_rank_without_a_cuda_device_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"train\.cuda_graph: this rank computes on cpu; set device: cuda"):
-        GraphedSteps(None, torch.device("cpu"))  # type: ignore[arg-type]
+        GraphedSteps(None, World(0, 1, None, torch.device("cpu")))  # type: ignore[arg-type]
+
+
+def test_a_model_with_hooks_is_refused_because_a_replay_would_not_call_them() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    require_no_hooks(model)
+    handle = model[1][0].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    with pytest.raises(RefusedError, match=r"train\.cuda_graph: 1\.0 has hooks, .* set cuda_graph: false"):
+        require_no_hooks(model)
+    handle.remove()
+    next(model.parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(RefusedError, match=r"train\.cuda_graph: 0\.weight has hooks"):
+        require_no_hooks(model)
+
+
+def test_a_graph_needs_room_beside_an_eager_step() -> None:
+    mb = 2**20
+    assert too_little(peak=500 * mb, held=100 * mb, free=900 * mb) == ""
+    assert too_little(peak=500 * mb, held=100 * mb, free=899 * mb) == (
+        "a graph beside eager steps may need 900 MB, but 899 MB of the GPU are free"
+    )
+    assert too_little(peak=100, held=100, free=0) == ""
+
+
+def test_a_step_lists_its_seeds_in_the_order_in_which_it_sets_them() -> None:
+    settings = TrainSettings.model_validate(
+        {"model": {"name": "gpt-nano", "dropout": 0.1}, "data": "synthetic", "mode": "single", "seed": 7}
+    )
+    cpu = torch.device("cpu")
+    numerics = numerics_of(settings, cpu)
+    model = numerics.place(build_model(settings.model, vocabulary=10, seed=1))
+    engine = build_engine(settings, model, World(0, 1, None, cpu), clock_for(cpu), numerics)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    shards = [ShardInput(rank, (MicroInput(tokens, tokens, 2, 0.5),) * 2) for rank in (0,)]
+    found: list[int] = []
+    with engine.seeded_by(found.append):
+        engine.run(3, shards)
+    assert found == engine.seeds(3, shards)
+    assert len(set(found)) == 2
+    assert engine.notice == ""
 
 
 def test_marks_of_a_recording_are_left_out_and_a_replayed_step_has_a_phase_of_its_own() -> None:

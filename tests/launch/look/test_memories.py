@@ -47,6 +47,7 @@ def say(
     gpu: bool = False,
     ranks: int = 4,
     used: int = 0,
+    graphs: int = 0,
 ) -> None:
     """Leave a rank's rows: 300 MB before its model, 40 of them libraries', then its states, and 100 MB in a step."""
     facts = {"rank": rank, "world_size": ranks, "attempt": attempt, "mode": "zero1", "host": "n1"}
@@ -71,6 +72,8 @@ def say(
     if used:
         rows[2]["used"] = used
     rows += [{"point": "end", "now": now(states, 7 * MB), "peak": peak(states + 900 * MB, 7 * MB)}]
+    if graphs:
+        rows[-1]["graphs"] = graphs
     append_lines(run.attempt(attempt).memory(rank), rows)
 
 
@@ -144,6 +147,16 @@ def test_a_gpu_is_what_its_allocator_says(run, capsys):
     assert lines_of(text, 0)["peak"][0] == "188.1 MB"
     assert lines_of(text, 0)["reserved"][0] == "989.1 MB"
     assert "memory allocated by the CUDA allocator" in text
+    assert "graphs" not in text
+
+
+def test_memory_of_recorded_graphs_is_shown(run, capsys):
+    say(run, 0, gpu=True, graphs=64 * MB)
+    text = shown(run, capsys)
+    assert lines_of(text, 0)["graphs"][0] == "64 MB"
+    assert "which only their replays use; cuda_graph: false saves it" in text
+    (rank,) = json.loads(shown(run, capsys, "--json"))["ranks"]
+    assert rank["graphs"] == 64 * MB
 
 
 def test_before_the_first_step_there_is_what_init_has_made(run, capsys):
