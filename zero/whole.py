@@ -199,7 +199,8 @@ class AlwaysWhole(Residency):
 
     def _before(self, flat_parameters: Sequence[FlatParameters], *_: Any) -> None:
         """Wait for the flat parameters that a forward needs."""
-        if self._changed or self._under_way:
+        under_way = self._under_way
+        if self._changed or (under_way and any(id(each) in under_way for each in flat_parameters)):
             self._wait_for(flat_parameters)
 
     @_disable_dynamo  # a compiled block must not contain the wait, nor the marks of its time
