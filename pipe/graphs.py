@@ -41,18 +41,20 @@ When = bool | Literal["auto"]
 
 
 def graphs_for(
-    stages: Iterable[Stage], hooks: Hooks, device: torch.device, *, when: When, layerwise: bool, recompute: bool
+    stages: Iterable[Stage], hooks: Hooks, device: torch.device, *, when: When, keeps_all: bool
 ) -> "Graphs | None":
     """Return the recorder for a rank's stages. Return None if nothing is to be recorded.
 
+    `keeps_all` is False if stages keep only some activations (`layerwise`, `recompute`).
+
     Raises:
-        ValueError: If the layers are not on a GPU, or `layerwise` or `recompute` is set.
+        ValueError: If the layers are not on a GPU, or `keeps_all` is False, unless `when` is "auto".
     """
-    if not when or (when == "auto" and (device.type != "cuda" or layerwise or recompute)):
+    if not when or (when == "auto" and (device.type != "cuda" or not keeps_all)):
         return None
     if device.type != "cuda":
         raise ValueError(f"cuda_graphs: layers are on {device}; move them to a GPU, or omit cuda_graphs")
-    if layerwise or recompute:
+    if not keeps_all:
         raise ValueError("cuda_graphs keeps all activations, so layerwise and recompute cannot save memory; omit them")
     return Graphs(stages, hooks, device, optional=when == "auto")
 

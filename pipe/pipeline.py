@@ -134,14 +134,8 @@ class Pipeline:
         self._make: Make = PASSES["layerwise" if layerwise else "recompute" if recompute else "whole"]
         if self.tokens:
             self._make = SlicedPasses(self.tokens).make
-        self.graphs = graphs_for(
-            self.stages.values(),
-            self.hooks,
-            self._device,
-            when=cuda_graphs,
-            layerwise=layerwise,
-            recompute=recompute,
-        )
+        keeps = not (layerwise or recompute)
+        self.graphs = graphs_for(self.stages.values(), self.hooks, self._device, when=cuda_graphs, keeps_all=keeps)
         if self.graphs is not None:
             self._make = self.graphs.make
 
