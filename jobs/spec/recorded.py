@@ -16,7 +16,7 @@ from typing import Final
 from muster.jobs.spec.rules import TrainRules
 
 AUTO: Final = "auto"
-IN_PLACE: Final = ("bucketed", "overlap", "flat")  # syncs whose averaging needs no hooks, if gradients are not cast
+IN_PLACE: Final = ("bucketed", "overlap", "flat")  # syncs whose averaging needs no hooks
 
 # Modes whose step cannot be recorded, with the work that the host has to do while the step runs.
 THROUGH_THE_HOST: Final = {
@@ -57,10 +57,10 @@ UNRECORDABLE: Final = (
         "the graphs of different micro-batches would have to exchange activations in one order on all ranks",
     ),
     Unrecordable(
-        lambda s: s.is_pipeline and _has_copies(s) and (s.sync not in IN_PLACE or s.communication_dtype is not None),
+        lambda s: s.is_pipeline and _has_copies(s) and s.sync not in IN_PLACE,
         "data-parallel pipelines, unless gradients are averaged in place",
         "hooks copy the gradients into messages, and a recorded backward calls no hooks",
-        "set cuda_graph: false, or sync: bucketed without communication_dtype",
+        "set cuda_graph: false, or sync: bucketed",
     ),
     *(
         Unrecordable(

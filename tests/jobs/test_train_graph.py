@@ -44,10 +44,6 @@ def settings(**more: Any) -> TrainSettings:
             "cuda_graph cannot be combined with data-parallel pipelines, unless gradients are averaged in place: hooks",
         ),
         (
-            {**parallel(data=2, pipe=2), "communication_dtype": "bf16"},
-            "data-parallel pipelines, unless gradients are averaged in place: .* without communication_dtype",
-        ),
-        (
             parallel(tensor=2, pipe=2),
             "cuda_graph cannot be combined with tensor parallel within a pipeline: the graphs of different",
         ),

@@ -215,6 +215,8 @@ def test_masters_are_the_optimizers():
 class Engine:
     """A model of one weight and its optimizer, as far as a recorder asks."""
 
+    graph_bytes = 0
+
     def __init__(self) -> None:
         self.module = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
