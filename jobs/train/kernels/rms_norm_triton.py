@@ -2,10 +2,15 @@
 
     forward    a program per block of rows: loads x once, writes y
     backward   as many programs as fit the GPU; each takes every P-th block of rows, with loads of the next blocks under
-               way, and adds up its part of dg in registers; torch adds the parts
+               way, and adds up its part of dg in registers; a third kernel adds the parts
 
 The backward computes r again, because it loads x anyway. In units of the traffic of copying x, the forward moves 1
-(reads x, writes y), and the backward 1.5 (reads x and dy, writes dx).
+(reads x, writes y), and the backward 1.5 (reads x and dy, writes dx). The backward begins with the last rows, some of
+which are still in the cache after the forward.
+
+Triton's blocks are powers of two. A row of another width is a head and a tail, both powers of two, if these have fewer
+elements than the next power of two: 5,000 elements are 4,096 and 1,024 instead of 8,192. Widths and strides are
+constants of the compiled kernels, so that loads are as wide as their alignment allows.
 """
 
 from functools import cache
@@ -16,41 +21,89 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK: Final = 4096  # elements of a block of rows in the backward; a wider row is a block of its own
-NARROW_BYTES: Final = 8192  # largest size of a block of x with which two programs run on each multiprocessor
+BLOCK_BYTES: Final = 16384  # a block of x in the backward; two programs with smaller blocks share a multiprocessor
+NARROW_BYTES: Final = 4096  # a smaller row is in a block of half the size
+WIDE: Final = 8192  # elements; the forward uses more warps for wider rows
+PARTS, PART_COLUMNS = 64, 16  # of a tile of the third kernel
 
 
 @triton.jit
-def _forward(x, g, y, rows, x_stride, EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
-    column = tl.arange(0, BLOCK)
+def _load(source, row, column, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    r = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPS)
-    weight = tl.load(g + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    found = values * r[:, None] * weight[None, :]
-    tl.store(y + row[:, None] * WIDTH + column[None, :], found.to(y.dtype.element_ty), mask=inside)
+    return tl.load(source + row[:, None] * STRIDE + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(target, row, column, rows, WIDTH: tl.constexpr, values):
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    tl.store(target + row[:, None] * WIDTH + column[None, :], values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weights(g, column, WIDTH: tl.constexpr):
+    return tl.load(g + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _forward(
+    x, g, y, rows,
+    STRIDE: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD)
+    x0 = _load(x, row, head, rows, STRIDE, WIDTH)  # (ROWS, HEAD)
+    square = tl.sum(x0 * x0, 1)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)
+        x1 = _load(x, row, tail, rows, STRIDE, WIDTH)
+        square += tl.sum(x1 * x1, 1)
+    r = tl.rsqrt(square / WIDTH + EPS)[:, None]
+    _store(y, row, head, rows, WIDTH, x0 * r * _weights(g, head, WIDTH))
+    if TAIL:
+        _store(y, row, tail, rows, WIDTH, x1 * r * _weights(g, tail, WIDTH))
 
 
 @triton.jit
 def _backward(
-    x, g, dy, dx, partial, rows, x_stride, dy_stride, turns,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x, g, dy, dx, partial, rows, turns,
+    X_STRIDE: tl.constexpr, DY_STRIDE: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)
-    weight = tl.load(g + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    of_weight = tl.zeros((BLOCK,), tl.float32)
+    head = tl.arange(0, HEAD)
+    g0, of_g0 = _weights(g, head, WIDTH), tl.zeros((HEAD,), tl.float32)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)
+        g1, of_g1 = _weights(g, tail, WIDTH), tl.zeros((TAIL,), tl.float32)
     for turn in tl.range(0, turns, num_stages=STAGES):
-        row = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        of_y = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPS)[:, None]
-        normal, scaled = values * r, of_y * weight[None, :]
-        of_x = r * (scaled - normal * (tl.sum(scaled * normal, 1)[:, None] / WIDTH))  # r^3 could underflow
-        tl.store(dx + row[:, None] * WIDTH + column[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
-        of_weight += tl.sum(of_y * normal, 0)
-    tl.store(partial + tl.program_id(0) * WIDTH + column, of_weight, mask=column < WIDTH)
+        block = (turns - turn) * tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first
+        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        x0, dy0 = _load(x, row, head, rows, X_STRIDE, WIDTH), _load(dy, row, head, rows, DY_STRIDE, WIDTH)
+        scaled0 = dy0 * g0
+        square, dot = tl.sum(x0 * x0, 1), tl.sum(x0 * scaled0, 1)
+        if TAIL:
+            x1, dy1 = _load(x, row, tail, rows, X_STRIDE, WIDTH), _load(dy, row, tail, rows, DY_STRIDE, WIDTH)
+            scaled1 = dy1 * g1
+            square, dot = square + tl.sum(x1 * x1, 1), dot + tl.sum(x1 * scaled1, 1)
+        r = tl.rsqrt(square / WIDTH + EPS)
+        r, mean = r[:, None], (r * dot / WIDTH)[:, None]  # r^3 could underflow
+        normal0 = x0 * r
+        _store(dx, row, head, rows, WIDTH, r * (scaled0 - normal0 * mean))
+        of_g0 += tl.sum(dy0 * normal0, 0)
+        if TAIL:
+            normal1 = x1 * r
+            _store(dx, row, tail, rows, WIDTH, r * (scaled1 - normal1 * mean))
+            of_g1 += tl.sum(dy1 * normal1, 0)
+    tl.store(partial + tl.program_id(0) * WIDTH + head, of_g0, mask=head < WIDTH)
+    if TAIL:
+        tl.store(partial + tl.program_id(0) * WIDTH + tail, of_g1, mask=tail < WIDTH)
+
+
+@triton.jit
+def _add_parts(partial, dg, parts, WIDTH: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column, total = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.zeros((PARTS, COLUMNS), tl.float32)
+    for begin in range(0, parts, PARTS):
+        total += _load(partial, begin + tl.arange(0, PARTS), column, parts, WIDTH, WIDTH)
+    tl.store(dg + column, tl.sum(total, 0).to(dg.dtype.element_ty), mask=column < WIDTH)
 
 
 class BackwardLaunch(NamedTuple):
@@ -68,13 +121,14 @@ class FusedRmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = _rows_of(x)
-        (rows, width), block = flat.shape, triton.next_power_of_2(x.shape[-1])
+        rows, width = flat.shape
         y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
         if rows:
-            several = max(1, min(2, 2048 // block))
-            warps = 4 if block <= 2 * BLOCK else 16
+            head, tail = parts_of(width)
+            several = max(1, min(2, 2048 // (head + tail)))
+            warps = 4 if head + tail <= WIDE else 16
             _forward[(triton.cdiv(rows, several),)](
-                flat, weight, y, rows, flat.stride(0), eps, width, several, block, num_warps=warps
+                flat, weight, y, rows, flat.stride(0), eps, width, several, head, tail, num_warps=warps
             )
         ctx.save_for_backward(flat, weight)
         ctx.eps, ctx.shape = eps, x.shape
@@ -85,28 +139,40 @@ class FusedRmsNormFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         dy, (rows, width) = _rows_of(gradients[0]), x.shape
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx, dg = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
         if not rows:
-            return dx.view(ctx.shape), torch.zeros_like(weight), None
-        block = triton.next_power_of_2(width)
-        launch = backward_launch(block, x.element_size(), rows, x.device)
+            return dx.view(ctx.shape), dg.zero_(), None
+        head, tail = parts_of(width)
+        launch = backward_launch(head + tail, x.element_size(), rows, x.device)
         partial = torch.empty(launch.programs, width, dtype=torch.float32, device=x.device)
         turns = triton.cdiv(rows, launch.rows * launch.programs)
         _backward[(launch.programs,)](
-            x, weight, dy, dx, partial, rows, x.stride(0), dy.stride(0), turns,
-            ctx.eps, width, launch.rows, block, launch.stages, num_warps=launch.warps,
+            x, weight, dy, dx, partial, rows, turns,
+            x.stride(0), dy.stride(0), ctx.eps, width, launch.rows, head, tail, launch.stages, num_warps=launch.warps,
         )  # fmt: skip
-        return dx.view(ctx.shape), partial.sum(0).to(weight.dtype), None
+        _add_parts[(triton.cdiv(width, PART_COLUMNS),)](partial, dg, launch.programs, width, PARTS, PART_COLUMNS)
+        return dx.view(ctx.shape), dg, None
 
 
-def backward_launch(block: int, element_size: int, rows: int, device: torch.device) -> BackwardLaunch:
-    """Choose the launch of the backward for rows padded to `block` elements, as measured on an H200."""
-    several = max(1, BLOCK // block)
-    nbytes = several * block * element_size
+def parts_of(width: int) -> tuple[int, int]:
+    """Return the sizes of a row's head and tail; a tail of 0 if one block is as small."""
+    whole = triton.next_power_of_2(width)
+    head = whole // 2
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    return (head, tail) if 0 < head + tail < whole else (whole, 0)
+
+
+def backward_launch(elements: int, element_size: int, rows: int, device: torch.device) -> BackwardLaunch:
+    """Choose the launch of the backward for rows padded to this many elements, as measured on an H200."""
+    row_bytes = elements * element_size
+    most = BLOCK_BYTES if row_bytes >= NARROW_BYTES else BLOCK_BYTES // 2
+    several = max(1, most // (triton.next_power_of_2(elements) * element_size))
+    nbytes = several * row_bytes
+    is_small = nbytes < BLOCK_BYTES
     processors, shared = _device_limits(device)
-    stages = next(count for count in (3, 2, 1) if 2 * (count - 1) * nbytes <= shared)
-    programs = processors * (2 if nbytes <= NARROW_BYTES else 1)
-    return BackwardLaunch(several, 4 if block <= BLOCK else 16, stages, min(programs, triton.cdiv(rows, several)))
+    stages = next(count for count in (3, 2, 1) if 2 * (count - 1) * nbytes * (1 + is_small) <= shared)
+    programs = min(processors * (1 + is_small), triton.cdiv(rows, several))
+    return BackwardLaunch(several, 4 if is_small else 8 if several > 1 else 16, stages, programs)
 
 
 @cache

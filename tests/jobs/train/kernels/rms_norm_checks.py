@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muster.jobs.train.kernels.rms_norm import FusedRmsNorm, rms_norm
 
-SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 100), (4, 1000), (1, 5000), (0, 8), (2, 0, 8), (33, 16)]
+SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 100), (4, 1000), (1, 5000), (0, 8), (2, 0, 8), (33, 16), (40, 70)]
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 EPS = 1e-5
 
@@ -49,7 +49,8 @@ def cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         x, dy = (torch.randn(shape, generator=draw, device=device).to(dtype) for _ in range(2))
         weight = torch.randn(shape[-1], generator=draw, device=device)
         yield f"{shape} {dtype}", x, weight.to(dtype), dy
-        yield f"{shape} {dtype}, weight in float32", x, weight, dy
+        if len(shape) == 3:
+            yield f"{shape} {dtype}, weight in float32", x, weight, dy
     x, dy = torch.randn(2, 6, 40, device=device).unbind()
     one = torch.ones(40, device=device)
     yield "zero rows", torch.zeros_like(x), one, dy
