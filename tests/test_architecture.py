@@ -204,7 +204,7 @@ def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none
         allowed = {"torch"} if module.package in ("ddp", "zero", "pipe") else LIBRARIES | {"torch"}
         if module.name == "pipe.wires.driver":
             allowed |= {"cuda"}
-        if module.name == "jobs.train.kernels.rms_norm_triton":
+        if module.name.startswith("jobs.train.kernels.") and module.name.endswith("_triton"):
             allowed |= {"triton"}
         outside = {root(name) for name in imported(module, functions=True, typing=True)} - set(PACKAGES)
         if extra := outside - set(sys.stdlib_module_names) - allowed:

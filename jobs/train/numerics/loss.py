@@ -1,46 +1,82 @@
-"""Compute a GPT's head and cross-entropy together, in chunks, so that only one chunk of bfloat16 logits exists.
+"""Compute a GPT's head and cross-entropy together, in chunks, so that only one chunk of logits exists.
 
 With a vocabulary of 50,304 the logits of 32 x 1,024 tokens take 3.3 GB in 16 bits and 6.6 GB in 32, several times per
-step. Here the forward computes the gradients, too: of each chunk's logits, and from them those of input and weight. The
-backward only scales these. Logarithms, sums and differences are float32.
+step. Here the forward computes the gradients, too: the gradient of a chunk's logits replaces them, and gives those of
+input and weight. The backward only scales these. Logarithms, sums and differences are float32.
 
 The stored gradients are those of the sum of the losses, not the mean. They may exceed the range of float16, where no
-loss scale could help, so only bfloat16 uses this loss.
+loss scale could help, so float16 does not use this loss.
+
+On GPUs one Triton kernel computes loss and gradient of a chunk (`kernels/cross_entropy_triton.py`). Without Triton or a
+C compiler, PyTorch's operators or compiled ones do. The vocabulary is padded there while the loss is computed, because
+matrix products whose rows do not begin at multiples of 16 bytes are slow. Parameters and checkpoints keep their shapes.
+The added logits are -inf, so their gradients are 0.
 """
 
+import math
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.train.numerics.pieces import compiled
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.train.kernels.rms_norm import has_triton
+from muster.jobs.train.numerics.pieces import compiled, require_compiler
 
 CHUNK_BYTES: Final = 2**28  # size of a chunk of logits
 COMPILED_CHUNK_BYTES: Final = 2**32  # compiled code reads and writes logits once, so one large chunk is best
+FUSED_CHUNK_BYTES: Final = 2**29  # the kernel needs no other memory than a chunk
+IGNORED: Final = -100  # the target of a row that does not count, as in torch's cross_entropy
+PADDED: Final = {"cuda": 64}  # devices that pad the vocabulary, and the number of which it becomes a multiple
 
-Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
 def chunked_loss(
-    head: nn.Module, x: Tensor, targets: Tensor, *, compile: bool = False, chunk_bytes: int | None = None
+    head: nn.Module,
+    x: Tensor,
+    targets: Tensor,
+    *,
+    compile: bool = False,
+    chunk_bytes: int | None = None,
+    multiple: int | None = None,
 ) -> Tensor:
-    """Return the mean cross-entropy of a linear head's logits of x (..., d_model) against targets (...)."""
+    """Return the mean cross-entropy of a linear head's logits of x (..., d_model) against targets (...).
+
+    The vocabulary is padded to a `multiple` (None: as the device needs it).
+    """
     assert isinstance(head, nn.Linear)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    most = chunk_bytes or (COMPILED_CHUNK_BYTES if compile else CHUNK_BYTES)
-    rows = max(1, most // (head.out_features * dtype.itemsize))
-    kernel = compiled_kernel() if compile else row_gradients
-    low = (x.flatten(0, -2).to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
-    loss_sum: Tensor = _LinearLoss.apply(*low, targets.flatten(), rows, kernel, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return loss_sum / targets.numel()
+    more = -head.out_features % (multiple or PADDED.get(device, 1))
+    kernel, most = kernel_of(device, compile=compile)
+    most = chunk_bytes or most
+    rows = max(1, most // ((head.out_features + more) * dtype.itemsize))
+    weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+    if more:
+        weight = functional.pad(weight, (0, 0, 0, more))
+        bias = None if bias is None else functional.pad(bias, (0, more))
+    task = ChunkedTask(rows, head.out_features, kernel)
+    flat = x.flatten(0, -2).to(dtype)
+    loss_sum: Tensor = _LinearLoss.apply(flat, weight, bias, targets.flatten(), task, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return loss_sum / (counted(targets) if is_fused(device) else targets.numel())
+
+
+@dataclass(frozen=True)
+class ChunkedTask:
+    """The rows of a chunk, the classes without padding, and the function that computes loss and gradient of a chunk."""
+
+    rows: int
+    classes: int
+    kernel: Kernel
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The summed loss for x (rows, d_model), weight (classes, d_model), bias (classes,) or None, targets (rows,)."""
+    """The summed loss for x (rows, d_model), weight (padded, d_model), bias (padded,) or None, targets (rows,)."""
 
     @staticmethod
     def forward(
@@ -49,18 +85,19 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        rows: int,
-        kernel: Kernel,
+        task: ChunkedTask,
         backward_follows: bool,
     ) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        total, rows = torch.zeros((), dtype=torch.float32, device=x.device), task.rows
         of_input = torch.empty_like(x)
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
         for start in range(0, len(x), rows):
             chunk = x[start : start + rows]
-            loss_sum, gradient = kernel(functional.linear(chunk, weight, bias), targets[start : start + rows])
-            total += loss_sum
+            gradient = functional.linear(chunk, weight, bias)  # logits, until the kernel replaces them
+            if gradient.shape[-1] > task.classes:
+                gradient[:, task.classes :] = -math.inf
+            total += task.kernel(gradient, targets[start : start + rows])
             if not backward_follows:
                 continue
             torch.mm(gradient, weight, out=of_input[start : start + rows])
@@ -73,7 +110,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *of_loss: Any) -> tuple[Tensor | None, ...]:
         gradients = [None if each is None else each * of_loss[0].to(each.dtype) for each in ctx.saved_tensors]
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None)
 
 
 def _added(total: Tensor | None, more: Tensor, *, last: bool) -> Tensor:
@@ -84,21 +121,49 @@ def _added(total: Tensor | None, more: Tensor, *, last: bool) -> Tensor:
     return total.to(more.dtype) if last else total
 
 
-def row_gradients(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses of logits (rows, classes), and its gradient: softmax, minus 1 at the target."""
+def kernel_of(device: str, *, compile: bool) -> tuple[Kernel, int]:
+    """Return the function that computes a chunk's loss and gradient on a type of device, and the bytes of a chunk."""
+    if is_fused(device):
+        from muster.jobs.train.kernels.cross_entropy_triton import fused_row_gradients
+
+        chunk_bytes = COMPILED_CHUNK_BYTES if compile else FUSED_CHUNK_BYTES
+        return partial(fused_row_gradients, ignored=IGNORED), chunk_bytes
+    return (compiled_kernel(), COMPILED_CHUNK_BYTES) if compile else (row_gradients, CHUNK_BYTES)
+
+
+@cache
+def is_fused(device: str) -> bool:
+    """Return True if a type of device runs the Triton kernel. Triton needs a C compiler and Python's headers."""
+    if device != "cuda" or not has_triton():
+        return False
+    try:
+        require_compiler(torch.device(device))
+    except RefusedError:
+        return False
+    return True
+
+
+def counted(targets: Tensor) -> Tensor:
+    """Return the number of targets that are not ignored."""
+    return (targets != IGNORED).sum()
+
+
+def row_gradients(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of losses. Replace logits (rows, classes) by its gradient: softmax, minus 1 at the target."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     wanted = targets[:, None]
     loss_sum = -log_p.gather(-1, wanted).sum()
-    gradient = log_p.exp_().scatter_add_(-1, wanted, log_p.new_full((), -1.0).expand_as(wanted))
-    return loss_sum, gradient.to(logits.dtype)
+    logits.copy_(log_p.exp_().scatter_add_(-1, wanted, log_p.new_full((), -1.0).expand_as(wanted)))
+    return loss_sum
 
 
-def row_gradients_by_comparing(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `row_gradients` without a scatter, so that it compiles to one kernel."""
+def row_gradients_by_comparing(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute `row_gradients` without a scatter, so that it compiles to one kernel that writes in place."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     wanted = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]  # (rows, classes)
     loss_sum = -torch.where(wanted, log_p, 0.0).sum()
-    return loss_sum, (log_p.exp() - wanted.float()).to(logits.dtype)
+    logits.copy_(log_p.exp() - wanted.float())
+    return loss_sum
 
 
 @cache

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import LayerStack, plain_loss
 from muster.jobs.train.models.units import units_of
-from muster.jobs.train.numerics.loss import chunked_loss
+from muster.jobs.train.numerics.loss import chunked_loss, is_fused
 from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import Body, LayerRange, by_units, compiled, cut, require_compiler
@@ -66,7 +66,7 @@ class Numerics:
     whole: bool = False  # the body is compiled as one piece
     shows_skipped: bool = False  # metrics rows show which steps were skipped
     made: "ModelSettings | None" = None  # set for a user's model, which is compiled and recomputed unit by unit
-    chunked: bool = True  # with bfloat16, compute the head of a GPT and its loss in chunks
+    chunked: bool = True  # with bfloat16, and with float32 on GPUs, compute the head of a GPT and its loss in chunks
 
     @property
     def weights(self) -> torch.dtype:
@@ -144,7 +144,8 @@ class Numerics:
         if "run_loss" in vars(model):  # the loss function that the job names
             return model.run_loss
         is_gpt = any(isinstance(module, Attention) for module in model.modules())
-        if torch.bfloat16 in (self.weights, self.autocast) and self.chunked and is_gpt:
+        low = torch.bfloat16 in (self.weights, self.autocast)
+        if (low or (self.precision == "fp32" and is_fused(self.device.type))) and self.chunked and is_gpt:
             return partial(chunked_loss, compile=self.compile)
         return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
 

@@ -1,5 +1,8 @@
 """Head and cross-entropy by chunks against the two written one after the other."""
 
+import sys
+from unittest.mock import ANY
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import plain_loss
 from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics import loss as losses
 from muster.jobs.train.numerics.loss import chunked_loss, row_gradients, row_gradients_by_comparing
 
 CPU = torch.device("cpu")
@@ -36,9 +40,26 @@ def test_loss_and_gradients_are_those_of_a_head_and_a_cross_entropy(dtype, bias,
     assert found[1][1].dtype == dtype
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_padded_vocabulary_changes_neither_loss_nor_gradients(compile, bias, monkeypatch):
+    # The padding would win: without -inf, a row's largest logit would be that of an added class.
+    monkeypatch.setattr("muster.jobs.train.numerics.loss.compiled_kernel", lambda: row_gradients_by_comparing)
+    head, x, targets = nn.Linear(16, CLASSES, bias=bias), torch.randn(9, 16), torch.randint(CLASSES, (9,))
+    nn.init.constant_(head.weight, -1.0)
+    x = x.abs().requires_grad_()
+    found = []
+    for multiple in (1, 64):
+        loss = chunked_loss(head, x, targets, compile=compile, chunk_bytes=4 * 4 * 64, multiple=multiple)
+        found.append([loss.detach(), *torch.autograd.grad(loss, [x, *head.parameters()])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_both_ways_to_write_a_chunk_s_gradient_are_one():
     logits, targets = torch.randn(6, CLASSES), torch.randint(CLASSES, (6,))
-    for one, other in zip(row_gradients(logits, targets), row_gradients_by_comparing(logits, targets), strict=True):
+    found = [(way(mine := logits.clone(), targets), mine) for way in (row_gradients, row_gradients_by_comparing)]
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -73,3 +94,15 @@ def test_the_largest_tensor_of_a_bf16_step_is_a_chunk_and_not_the_logits(monkeyp
         with Watch():
             numerics.loss(model, tokens, tokens).backward()
         assert largest == wanted
+
+
+def test_without_a_compiler_a_gpu_s_loss_does_not_need_triton(monkeypatch):
+    monkeypatch.setattr(losses, "has_triton", lambda: True)
+    for compilers, fused in (({"cuda": ("no-such-compiler",)}, False), ({"cuda": (sys.executable,)}, True)):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr("muster.jobs.train.numerics.pieces.COMPILERS", compilers)
+        losses.is_fused.cache_clear()
+        assert losses.is_fused("cuda") == fused
+        assert losses.kernel_of("cuda", compile=False) == ((row_gradients, losses.CHUNK_BYTES) if not fused else ANY)
+        assert not losses.is_fused("cpu")
+    losses.is_fused.cache_clear()
