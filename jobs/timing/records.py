@@ -1,4 +1,4 @@
-"""Timings of models as records, torch-free: one JSON line each while a job runs, then one JSON file with all of them.
+"""Timings as records, torch-free: one JSON line each while a job runs, then one JSON file with all of them.
 
     attempt-000/bench.jsonl      first timing (the header), then peak, timed and dtypes as measured, last `end`;
                                  each launch of a row writes the row again, with all its launches so far
@@ -6,7 +6,8 @@
 
 Times are seconds, sizes bytes. Work is counted in floating-point operations (a multiply-add is two) that the model
 needs (`jobs/models/anatomy.py`; causal attention counts half). Recomputation by activation checkpointing does not
-count.
+count. A norm's work is the bytes that it must move: its input and output, and in the backward the gradients of both and
+the input once more.
 """
 
 from itertools import islice
@@ -91,15 +92,19 @@ class Timed(Strict):
     batch: int
     context: int | None  # tokens per sample; None if samples are not sequences of tokens
     is_own: bool = False  # True for the model of a train: section
+    width: int | None = None  # number of elements in a row of a norm; None for a model
     build_s: float | None = None  # time to build the model on its device, in the last launch
     warm_up_s: list[Seconds] = Field(default_factory=list)  # time of each warm-up step, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # empty if an older Muster wrote the row, with a single launch
     summary: TimingSummary | None = None
-    rate: float | None = None  # tokens or images per second
+    rate: float | None = None  # tokens, images or rows per second
     flops: int  # number of floating-point operations of a step; 0 if unknown
     flops_per_s: float | None = None
     matmul_share: float | None = None  # relative to the rate of a matrix product in the same precision
+    moved_bytes: int = 0  # number of bytes that a norm must read and write; 0 for a model
+    bytes_per_s: float | None = None
+    copy_share: float | None = None  # relative to the bandwidth of a copy of the same rows in the same launches
     peak_bytes: int | None = None  # CUDA: peak of allocated bytes; CPU: peak growth of the process
     time: UnixTime
 
@@ -112,7 +117,7 @@ class Timed(Strict):
     @property
     def case(self) -> Case:
         """The case that the row measures."""
-        return Case(self.model, self.pass_name, self.precision, self.is_own)
+        return Case(self.model, self.pass_name, self.precision, self.is_own, self.width)
 
     @property
     def steps_of_launches(self) -> list[tuple[list[float], Launch]]:
@@ -129,6 +134,8 @@ class Timed(Strict):
     @property
     def unit(self) -> str:
         """The unit that `rate` counts per second."""
+        if self.width is not None:
+            return "rows"
         return "tokens" if self.context is not None else "samples" if self.is_own else "images"
 
 

@@ -26,6 +26,7 @@ class ModelRow(MeasuredRow):
         row = self.timed
         return {
             "model": row.model,
+            "width": row.width,
             "pass": row.pass_name,
             "precision": row.precision,
             "parameters": row.parameters,
@@ -37,7 +38,7 @@ class ModelRow(MeasuredRow):
     def named(self, *, in_full: bool) -> str:
         """Return the row's name, such as gpt-nano step fp32; in full also parameters, batch and device."""
         row = self.timed
-        name = f"{row.model} {row.pass_name} {row.precision}"
+        name = row.case.name
         batch = f"batch {row.batch}" if row.context is None else f"batch {row.batch} x {row.context}"
         return f"{name}, {row.parameters:,} parameters, {batch} on {self.device}" if in_full else name
 

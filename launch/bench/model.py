@@ -18,6 +18,7 @@ from muster.launch.common.program_words import COMMAND_LINE
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
+    from muster.launch.submit.request import Request
 
 EPILOG: Final = """\
 The timed work is what train: would run on one rank: its model, loss, precision and optimizer (AdamW), on a random
@@ -26,7 +27,7 @@ instead of a time. The exit code is 1 if a row failed, or if no row has a time.
 """
 
 
-def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
+def each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a parser for lists of words from `valid`. Its error suggests the most similar valid word."""
 
     def read(text: str) -> list[str]:
@@ -51,14 +52,14 @@ CHOICES: Final = (
     SectionOption(
         "--pass",
         "passes",
-        _each_of("pass", get_args(Pass)),
+        each_of("pass", get_args(Pass)),
         "PASS,PASS",
         "forward, backward (includes the forward), step (a whole step); default: all three",
     ),
     SectionOption(
         "--precision",
         "precision",
-        _each_of("precision", get_args(Precision)),
+        each_of("precision", get_args(Precision)),
         "P,P",
         "fp32 (default), bf16, fp16, pure_bf16, fp64",
     ),
@@ -109,9 +110,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time every row, then print the table; return the run's exit code, or 1 for a bad result."""
     from muster.launch.bench import measuring
-    from muster.launch.bench.model_view import ModelView
-    from muster.launch.common.host import visible_gpus
-    from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
 
     request, output = given(args, Request), given(args, Output)
@@ -123,6 +121,16 @@ def run(args: argparse.Namespace) -> int:
     words, of_job = ["model", *asked.get("model", [])], dict[str, Any]()
     if job is not None:
         words, of_job = [*words, job.name], {"workdir": job.workdir or str(Path.cwd()), "env": dict(job.env)}
+    return measure(request, output, words, asked, **of_job)
+
+
+def measure(request: "Request", output: Output, words: Sequence[str], asked: dict[str, Any], **of_job: Any) -> int:
+    """Run a `timing:` job with the settings `asked`, and deliver its result; errors as for `prepare`."""
+    from muster.launch.bench import measuring
+    from muster.launch.bench.model_view import ModelView
+    from muster.launch.common.host import visible_gpus
+    from muster.launch.submit.prepare import prepare
+
     text = choices.job_text(words, threads_per_rank="auto", timing=asked, **of_job)
     prepared = prepare(replace(request, job=COMMAND_LINE, job_text=text))
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():

@@ -50,7 +50,7 @@ class ModelView(View):
         lines = [*heading(timing.header), *(table(rows_of(timing)) if timing.rows else [])]
         if timing.left:
             launch, now = timing.left[0]
-            under_way = f"{now.model} {now.pass_name} {now.precision}, launch {launch + 1}"
+            under_way = f"{now.name}, launch {launch + 1}"
             settings, left = timing.header.settings, len(timing.left)
             rows = len(settings.cases())
             lines.append(f"# now {under_way} of {settings.launches}, {rows - left} of {rows} rows done")

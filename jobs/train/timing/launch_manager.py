@@ -3,6 +3,8 @@
     survey ── header, peaks ── launch 1: row · row · ... ── launch 2: row · row · ... ── end
                                          └ fork · build the model · warm up · steps · peak memory
 
+The norms of one width and precision are a group of rows that share a process and take turns in it (`norms.py`).
+
 It runs no torch operation itself, so every fork starts fresh, without warm caches or memory from other rows. The
 launches of a row are spread over the run, so a drift of the machine affects all rows equally. A launch that exceeds its
 time is killed, and its completed steps are kept. A row whose launch failed gets no other launch.
@@ -13,7 +15,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
@@ -28,8 +30,9 @@ from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
 from muster.jobs.timing.records import Dtypes, Header, Launch, LayerTypes, Machine, Peak, State, Timed, TimingSummary
-from muster.jobs.timing.settings import Case, TimingSettings
-from muster.jobs.train.timing import memory, work
+from muster.jobs.timing.settings import COPY, Case, TimingSettings
+from muster.jobs.train.timing import memory, norms, work
+from muster.jobs.train.timing.norms import NormTask
 from muster.jobs.train.timing.work import TimingTask
 from muster.jobs.world.forked import Ended, Forked, Tell
 
@@ -57,12 +60,14 @@ class ModelTimer:
         """Survey the machine, then measure. Each record is written at once."""
         began = time.monotonic()
         self._survey()
-        cases = self.settings.cases()
-        for case in cases if self.settings.dtypes else ():
+        for case in self.settings.cases() if self.settings.dtypes else ():
             self._find_types(case)
-        for case in () if self.settings.dtypes else cases * self.settings.launches:
-            if case not in self.rows or self.rows[case].state == "ok":
-                self._launch(case)
+        for group in () if self.settings.dtypes else self.settings.groups() * self.settings.launches:
+            left = [case for case in group if case not in self.rows or self.rows[case].state == "ok"]
+            if left and self.settings.widths:
+                self._launch_norms(left)
+            elif left:
+                self._launch(*left)
         self._write(End(seconds=round(time.monotonic() - began, 3), time=time.time()))
 
     def _write(self, record: Strict) -> None:
@@ -114,9 +119,21 @@ class ModelTimer:
         foreign, _ = load.shares(before, load.read())
         self._keep(case, heard, ended, foreign)
 
+    def _launch_norms(self, cases: Sequence[Case]) -> None:
+        """Run one launch of norms that take turns, and write their rows."""
+        task = NormTask(self.settings, cases, self.device, memory.allowed_bytes(self.settings.memory_share))
+        before = load.read()
+        heard, ended = listen(lambda tell, page: norms.measure(task, tell, page), self.settings.timeout_s * len(cases))
+        foreign, _ = load.shares(before, load.read())
+        for index, case in enumerate(cases):
+            own = [message for message in heard if message.get("case") == index]
+            is_whole = sum("step" in message for message in own) == self.settings.warmup + self.settings.steps
+            self._keep(case, own, Ended("done", ended.time) if is_whole else ended, foreign)
+
     def _keep(self, case: Case, heard: Heard, ended: Ended, foreign: float | None = None) -> None:
         """Combine the newest launch of a row with its earlier ones, and write the row."""
         rate, earlier = self.rates.get(case.precision), self.rows.get(case)
+        copied = self.rows.get(replace(case, model=COPY, pass_name="forward"))
         self.rows[case] = judged(
             self.settings,
             case,
@@ -124,6 +141,7 @@ class ModelTimer:
             ended,
             size=own_size(self.own) if case.is_own else size_of(self.settings, case),
             matmul_rate=rate,
+            copy_rate=copied.bytes_per_s if copied is not None else None,
             earlier=earlier,
             foreign=foreign,
         )
@@ -155,16 +173,25 @@ def merged(heard: Heard) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model: parameters, operations of one sample's forward and backward, tokens of a sample."""
+    """The size of a model or norm.
+
+    The parameters, the operations of one sample's forward and backward, the tokens of a sample, and the bytes that a
+    pass of a norm must move per row.
+    """
 
     parameters: int
     forward: int
     backward: int
     context: int | None  # None if samples are not sequences of tokens
+    row_bytes: int = 0  # 0 for a model
 
 
 def size_of(settings: TimingSettings, case: Case) -> ModelSize:
-    """Return the size of a model that ships with Muster."""
+    """Return the size of a norm, or of a model that ships with Muster."""
+    if case.width is not None:
+        matrices = 2 if case.pass_name == "forward" else 5  # x, y; x, the gradient of y, that of x
+        parameters = {COPY: 0, "layer": 2}.get(case.model, 1) * case.width
+        return ModelSize(parameters, 0, 0, None, matrices * case.width * memory.ITEMSIZE[case.precision])
     shape = settings.shape(case)
     parts = anatomy(shape).parts
     forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
@@ -185,6 +212,7 @@ def judged(
     *,
     size: ModelSize,
     matmul_rate: float | None = None,
+    copy_rate: float | None = None,
     earlier: Timed | None = None,
     foreign: float | None = None,
 ) -> Timed:
@@ -201,7 +229,9 @@ def judged(
     state, reason = verdict_of(settings, told, len(seconds), ended)
     flops = settings.batch * (size.forward + (size.backward if case.pass_name != "forward" else 0))
     summary = summarized(steps)
-    units = settings.batch * (size.context or 1)
+    units, moved = settings.batch * (size.context or 1), settings.batch * size.row_bytes
+    bytes_per_s = moved / statistics.median(steps) if steps and moved else None
+    copy_rate = bytes_per_s if case.model == COPY else copy_rate
     flops_per_s = flops / summary.mean_s if summary is not None and flops else None
     return Timed(
         model=case.model,
@@ -213,6 +243,7 @@ def judged(
         batch=settings.batch,
         context=size.context,
         is_own=case.is_own,
+        width=case.width,
         build_s=told.get("build_s"),
         warm_up_s=warm_up,
         steps_s=steps,
@@ -222,6 +253,9 @@ def judged(
         flops=flops,
         flops_per_s=flops_per_s,
         matmul_share=flops_per_s / matmul_rate if flops_per_s and matmul_rate else None,
+        moved_bytes=moved,
+        bytes_per_s=bytes_per_s,
+        copy_share=bytes_per_s / copy_rate if bytes_per_s and copy_rate else None,
         peak_bytes=max(peaks) if state == "ok" and peaks else None,
         time=time.time(),
     )
