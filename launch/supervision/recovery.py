@@ -130,7 +130,7 @@ def in_vain(past: Sequence[Past]) -> int:
 
 
 def outages(past: Sequence[Past]) -> int:
-    """Count the latest attempts in a row that an outage ended before they made a checkpoint."""
+    """Count the attempts at the end of `past` that made no checkpoint before an outage ended them."""
     return sum(1 for _ in takewhile(lambda each: each.outage and not each.committed, reversed(past)))
 
 
