@@ -33,7 +33,7 @@ Step = Callable[[int, Sequence[ShardInput]], list[Tensor]]
 
 
 class GraphedSteps:
-    """A runner of training steps, which records each form of step once and then replays it.
+    """A runner of training steps, which records one step of each form (`form_of`), and then replays it.
 
     It has no reference to its engine, because a reference cycle would keep graphs alive, and NCCL cannot destroy a
     group while a graph uses it.
@@ -50,7 +50,7 @@ class GraphedSteps:
         self._seen: Counter[Form] = Counter()
 
     def run(self, work: Step, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run a step on this rank's part of a global batch: eagerly, or by replaying the graph of its form."""
+        """Run a step on this rank's part of a global batch: eagerly, or by replaying the graph for its `form_of`."""
         form = form_of(shards)
         recorded = self.recorded.get(form)
         if recorded is None:

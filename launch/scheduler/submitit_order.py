@@ -33,8 +33,8 @@ def order(
 ) -> dict[str, Any]:
     """Return the instructions for submitting runs with the same resources: one array if there are several.
 
-    `limit`: how many runs of the array run at once. `folder`: for submitit's own files (default: inside the first
-    run's folder).
+    `limit`: the largest number of runs of the array that run at once. `folder`: for submitit's own files (default:
+    inside the first run's folder).
 
     Raises:
         RefusedError: if the settings of job and site contradict each other.
