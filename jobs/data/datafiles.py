@@ -57,7 +57,7 @@ class Cifar10Files:
 
 
 def data_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for data sets on this machine. It may not exist yet."""
+    """Return the folder for data sets on this machine, even if it does not exist yet."""
     if given := environ.get(DATA_VARIABLE):
         return expanded(given).absolute()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -159,8 +159,7 @@ def _tasks_here(environ: Mapping[str, str], size: int, nodes: int, node_rank: in
     if nodes == 1:
         return size, "the step's one node"
     for name in STEP_TASKS_PER_NODE:
-        # The second variable may describe the whole allocation. If the step uses only part of it, the sum is not
-        # `size`.
+        # The second variable may describe the whole allocation. If the step uses only a part, the sum is not `size`.
         if name in environ and len(counts := tasks_per_node(environ[name])) == nodes and sum(counts) == size:
             if node_rank >= nodes:
                 break

@@ -40,7 +40,7 @@ from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, 
 
 FOREIGN_LIMIT: Final = 0.05  # a row is flagged if other processes used more than this share of CPU time
 ALPHA: Final = 0.02  # chance of any false verdict in a comparison
-HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
+HOGGED: Final = 0.30  # share of CPU time of other processes above which results of different times are not compared
 TO_FIND: Final = math.log(1.10)  # the difference to detect with the estimated number of launches
 MISSED: Final = 0.05  # accepted probability that such a difference is not detected
 MANY: Final = 1000  # degrees of freedom with which Student's t is almost a normal distribution
@@ -176,12 +176,12 @@ def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | No
         return None
     interleaved = sides_of(before, after).interleaved
     share, other = median(x), median(y)
-    found = f"foreign load {share:.0%} before, {other:.0%} after"
+    found = f"other processes used {share:.0%} of the cores before, {other:.0%} after"
     # Shares in short blocks are noisy, so with interleaved launches only a significant difference counts.
     if abs(share - other) > FOREIGN_LIMIT and (not interleaved or unpaired_ranks(x, y).p_value() <= ALPHA):
         return "no verdict", found
     if not interleaved and max(share, other) > HOGGED:
-        return "no verdict", f"{found}: too high to compare two runs; interleave their launches (A B B A)"
+        return "no verdict", f"{found}: too much to compare two runs; interleave their launches (A B B A)"
     return None
 
 

@@ -80,7 +80,7 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
         signal.SIGPIPE,
         signal.SIGXFSZ,
         signal.SIGUSR1,
-    ):  # Python ignores these; exec keeps that
+    ):  # Python ignores these signals, and exec would pass that on
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)

@@ -73,7 +73,7 @@ class AttemptDir:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def profile(self, rank: int) -> ProfileDir:
-        """Return the paths of a rank's profile, which may not exist."""
+        """Return the paths of a rank's profile, even if it does not exist."""
         return ProfileDir(self.path / f"{PROFILE}{rank:05d}")
 
     def profiled_ranks(self) -> list[int]:

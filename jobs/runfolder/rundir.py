@@ -129,11 +129,11 @@ class RunDir:
             raise folder_error(self.files, error) from error
 
     def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
-        """Return the paths of the checkpoint that an attempt saves after `step` steps. It may not exist."""
+        """Return the paths of the checkpoint that an attempt saves after `step` steps, even if it does not exist."""
         return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
 
     def attempt(self, attempt: int) -> AttemptDir:
-        """Return the paths of one attempt. It may not exist."""
+        """Return the paths of one attempt, even if its folder does not exist."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
 
     def trim_attempts(self, newest: int) -> None:

@@ -76,7 +76,7 @@ def check(
         try:
             model.model_validate(_without(section, [path[len(prefix) :] for path in unknown]))
         except ValidationError as error:
-            # A misspelt key may be one that the section lacks, so other errors of that section are not reported.
+            # An unknown key may be a missing one, misspelt, so other errors of that section are not reported.
             levels = {path[:-1] for path in unknown}
             later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | reported]
             _add_mistakes(later, model, written, document, prefix, above)

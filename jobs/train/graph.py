@@ -65,7 +65,7 @@ class Recordable(Protocol):
 
 
 class GraphedSteps:
-    """A runner of training steps, which records each form of step once and then replays it.
+    """A runner of training steps, which records one step of each form (`form_of`), and then replays it.
 
     With `optional`, a step that cannot be recorded runs eagerly, and `off` has the reason. It has no reference to its
     engine, because a reference cycle would keep graphs alive, and NCCL cannot destroy a group while a graph uses it.
@@ -91,7 +91,7 @@ class GraphedSteps:
         return pool_bytes([self._pool]) if self.recorded else 0
 
     def run(self, work: Recordable, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run a step on this rank's part of a global batch: eagerly, or by replaying the graph of its form."""
+        """Run a step on this rank's part of a global batch: eagerly, or by replaying the graph for its `form_of`."""
         form = form_of(shards)
         recorded = self.recorded.get(form)
         if recorded is None:

@@ -153,7 +153,7 @@ class StepRecorder(TimelineRecorder):
         group = self.world.group
         if group is None or self.world.device.type == "cuda":
             return offsets_by_meetings(group)
-        # Collectives for the next forward may be in flight. The same thread sends the pings after them.
+        # Collectives for the next forward may be in flight. Their thread also sends the pings, so these come later.
         found: list[Offset] = []
         thread_of(group).start(lambda: found.extend(clock_offsets(group)))()
         return found

@@ -48,7 +48,7 @@ def ring_text(record: dict[str, Any]) -> str:
 def of_job(
     settings: "TrainSettings", load: "RankLoad", profile: "Profile", nodes: int, ways: "Sequence[Way]"
 ) -> dict[str, Any]:
-    """Return a job's closed forms: the ring of its gradients, the messages between its stages, and the best bucket."""
+    """Compute a job's ring all-reduce of the gradients, its messages between stages, and its best bucket size."""
     from muster.collectives_bench.cost.buckets import Lanes
     from muster.collectives_bench.cost.closed import best_bucket
     from muster.collectives_bench.cost.exposed import Times
@@ -97,7 +97,7 @@ def _boundaries(settings: "TrainSettings", load: "RankLoad", ways: "Sequence[Way
 
 
 def job_text(record: dict[str, Any], simulated: float | None) -> list[str]:
-    """Format the closed forms of a job. `simulated` is the best bucket size in bytes by simulation, if known."""
+    """Format the result of `of_job`. `simulated` is the best bucket size in bytes by simulation, if known."""
     lines = [f"closed forms: {ring_text(record['ring'])}"] if record["ring"] else []
     lines += [_pipeline_text(record["pipeline"])] if record["pipeline"] else []
     return lines + ([_bucket_text(record["bucket"], simulated)] if record["bucket"] else [])

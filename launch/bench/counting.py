@@ -1,4 +1,7 @@
-"""Counts of a user's own model and optimizer, made in the ranks' Python so that this process needs no torch."""
+"""Count parameters, FLOPs, activations and optimizer state of a user's own model, in the ranks' Python.
+
+This process therefore needs no torch.
+"""
 
 import json
 import os
@@ -24,7 +27,7 @@ TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True)
 class OwnCode:
-    """The counts of the model and the optimizer that the user's code builds; None if it builds none."""
+    """The counted model and optimizer of the user's code. A field is None if the code does not build that object."""
 
     model: Counted | None = None
     state_bytes: int | None = None  # optimizer state per parameter element

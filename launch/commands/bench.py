@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "what",
         metavar="WHAT",
         nargs="*",
-        help="a job file, or operations such as all_reduce,broadcast; all: the library's; ours: Muster's own",
+        help="a job file, or operations such as all_reduce,broadcast; all: all of the library; ours: Muster's own",
     )
     add_choices(parser)
     add_measuring(parser, plot="busbw and time against size")

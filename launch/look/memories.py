@@ -169,8 +169,8 @@ def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:
 def _growth(row: Mapping[str, Any], first: Mapping[str, Any], kind: str) -> int:
     """Return the growth of a rank's memory from `first` to `row`; `kind` is "now" or "peak". In bytes.
 
-    On a GPU this is allocated memory. On a CPU it is resident memory without file-backed pages (libraries), whose size
-    at the peak is assumed to equal their size "now".
+    On a GPU this is allocated memory. On a CPU it is resident memory without file-backed pages (libraries). These pages
+    are measured only for "now"; the peak is assumed to include the same number.
     """
     at, now, before = row[kind], row["now"], first["now"]
     if "allocated" in at:

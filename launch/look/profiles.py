@@ -101,7 +101,7 @@ class RankProfile:
 
     @property
     def own_s(self) -> float:
-        """Mean seconds of a recorded step without exposed communication, for which other ranks may have waited."""
+        """Mean seconds of a recorded step, without exposed communication, which may include waiting for ranks."""
         return sum(seconds for phase, seconds in self.breakdown.items() if phase != WAITING)
 
     def to_json(self) -> dict[str, Any]:

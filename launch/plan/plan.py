@@ -127,7 +127,7 @@ def preload(context: Context) -> str:
 
 
 def shared_environment(context: Context, machine: NodeMachine, threads: int) -> tuple[EnvValue, ...]:
-    """Return the variables of a node's warm process. Those of the job override the site's, which override Muster's.
+    """Return the variables of a node's warm process. The job's variables override the site's, which override Muster's.
 
     Raises:
         RefusedError: if a file sets a rank variable.

@@ -146,7 +146,7 @@ def see(run: RunDir, rows: Rows) -> SlurmFacts | None:
 
 
 def _queued_again(run: RunDir, rows: Rows) -> SlurmFacts | None:
-    """Return the facts if the last allocation was ended from outside, and the run is queued again; else None."""
+    """Return the facts if Slurm or a lost node ended the last allocation, and the run is queued again; else None."""
     code = number((rows.ended or {}).get("code"))
     job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
     if job is None:

@@ -43,7 +43,7 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[AllocationS
 
 
 def fruitless(found: list[AllocationStart], restarts: int | None = None) -> int:
-    """Count the latest allocations in a row that made no new checkpoint.
+    """Count the allocations since the last one that made a new checkpoint.
 
     `restarts`: Slurm's count of earlier starts, if the current start is not recorded yet. Starts that left no row
     count as fruitless: they ended before Muster began.

@@ -28,7 +28,7 @@ POLL_S: Final = 0.25
 ASK_S, ASK_SOON_S, ASK_RARELY_S = 5.0, 1.0, 30.0
 LEASE_S: Final = 6.0  # if a lease misses three renewals, ask Slurm about the job
 VERDICT_S: Final = 5.0  # time for the last row of an ended supervisor to become visible here
-REQUEUE_S: Final = 10.0  # time for Slurm to report the end of a job that was stopped from outside
+REQUEUE_S: Final = 10.0  # time for Slurm to report the end of a job that did not end by itself
 HOPELESS_S: Final = 30.0
 UNKNOWN_S: Final = 30.0
 BEYOND_GRACE_S: Final = 10.0
@@ -303,7 +303,7 @@ class RunFollower:
             self._close(self._instead or (asked if self._stop_by else outcome(state, said)))
 
     def _may_be_queued_again(self) -> bool:
-        """Return whether Slurm may still restart the job, because the last row names an end from outside."""
+        """Return whether Slurm may still restart the job, because the run did not end by itself."""
         code = self.code
         if self._stop_by or code not in FROM_OUTSIDE or "over" in self._since:
             return False

@@ -33,8 +33,8 @@ def order(
 ) -> dict[str, Any]:
     """Return the instructions for submitting runs with the same resources: one array if there are several.
 
-    `limit`: how many runs of the array run at once. `folder`: for submitit's own files (default: inside the first
-    run's folder).
+    `limit`: the largest number of runs of the array that run at once. `folder`: for submitit's own files (default:
+    inside the first run's folder).
 
     Raises:
         RefusedError: if the settings of job and site contradict each other.
@@ -43,7 +43,8 @@ def order(
     entry = module_argv(context.python, "muster.slurm.submitit_job", context.code)
     settings = settings_of(context)
     if executor == "slurm":
-        # submitit ends a job after four time-outs. Muster limits a job with checkpoints itself, by its progress.
+        # submitit ends a job after four time-outs. If a job has checkpoints, Muster instead ends it after several
+        # allocations without a new one.
         constructor: dict[str, Any] = {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {}
         parameters = slurm_parameters(
             settings, nodes=nodes_with_spares(context.job), cores=cores_of(context.job), entry=entry

@@ -161,7 +161,7 @@ def put_into_queue(submission: Submission) -> None:
 
 
 def whereabouts(run: RunDir) -> str:
-    """Return the state of a detached run for a message: it has begun, or its Slurm job."""
+    """Describe a detached run for a message: it has begun, or it is a Slurm job."""
     job = SlurmJob.read(run)
     return "has begun" if job is None else f"is Slurm job {job.job_id}"
 

@@ -35,7 +35,7 @@ Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress reco
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang: no progress of any rank for `seconds`. `phase` has the longest limit of all current phases: `limit_s`."""
+    """A hang: no progress of any rank for `seconds`. `phase`: the current phase with the longest limit, `limit_s`."""
 
     seconds: float
     limit_s: float

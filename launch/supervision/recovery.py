@@ -57,9 +57,10 @@ class Past:
 
     @property
     def failure(self) -> tuple[str, int]:
-        """The exception and the step (0 if the message names the step, because a GPU may report the failure later).
+        """The exception and the step at which it was reported. Two attempts with equal pairs failed in the same way.
 
-        The duration of a hang is left out.
+        The exception is without the duration of a hang. The step is 0 if the message names the step, because a GPU may
+        report the same failure some steps later.
         """
         return without_duration(self.exception), 0 if NAMES_STEP.search(self.exception) else self.step
 
@@ -130,7 +131,7 @@ def in_vain(past: Sequence[Past]) -> int:
 
 
 def outages(past: Sequence[Past]) -> int:
-    """Count the latest attempts in a row that an outage ended before they made a checkpoint."""
+    """Count the attempts at the end of `past` that made no checkpoint before an outage ended them."""
     return sum(1 for _ in takewhile(lambda each: each.outage and not each.committed, reversed(past)))
 
 

@@ -74,7 +74,7 @@ class Succession:
         )
 
     def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> NodeChoice | None:
-        """Choose the nodes of the attempt that follows one on `slots`, from `alive` (None: all with an agent)."""
+        """Choose the next attempt's nodes from `alive` (None: all with an agent). The last attempt ran on `slots`."""
         alive = self.run_nodes.alive() if alive is None else alive
         nodes = enumerate(self.run_nodes.nodes)
         lost = [slot for slot, node in nodes if not node.is_alive and not node.given_up]

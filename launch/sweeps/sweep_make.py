@@ -20,7 +20,7 @@ from muster.launch.sweeps.sweep_run import PointRun, is_array, run_here, run_in_
 
 @dataclass(frozen=True)
 class Element:
-    """One prepared point of a sweep. Nothing of it is written yet."""
+    """One prepared point of a sweep, before its run folder is written."""
 
     point: SweepPoint
     prepared: PreparedSubmission

@@ -45,7 +45,7 @@ def remove_sweep(folder: Path) -> None:
     """Remove a sweep with its runs. If one of them is not over, nothing is removed.
 
     Raises:
-        RefusedError: if it is not the folder of a sweep, a process still starts its runs, or a run is not over.
+        RefusedError: if it is not the folder of a sweep, a process is still starting its runs, or a run is not over.
         UntrustedError: if a folder belongs to another user.
         RunFolderError, StorageError: if a folder cannot be deleted.
     """

@@ -25,7 +25,7 @@ DEFAULT_EPOCHS: Final = 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples [start, stop) of an epoch's order. If `samples` is 0, they are padding that keeps collectives matched."""
+    """Samples [start, stop) of an epoch's order. Padding has 0 `samples`; it keeps the ranks' collectives matched."""
 
     start: int
     stop: int

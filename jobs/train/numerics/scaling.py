@@ -64,8 +64,8 @@ class Scaler:
     ) -> None:
         """Unscale and clip gradients that are already averaged over ranks, and step the optimizer.
 
-        Ranks of a `group` share the gradients. With `exact` they clip with the same bits as one process. `counted`
-        lists the gradients that this rank adds to the norm (None: all).
+        Ranks of a `group` share the gradients. With `exact`, clipped gradients have the same bits as in one process.
+        `counted` lists the gradients that this rank adds to the norm (None: all).
         """
         self.unscale(gradients, group if self.agrees else None)
         if clip_norm is not None:

@@ -130,7 +130,7 @@ def places_of(plot: Plot) -> dict[str, int]:
 
 
 def beside(plot: Plot) -> int:
-    """Return the largest number of bars beside each other for one name."""
+    """Return the largest number of bars that one name has side by side."""
     if plot.style == "stacked":
         return 1
     return max(Counter(x for each in plot.series for x in each.x).values(), default=1)
