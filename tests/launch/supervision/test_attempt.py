@@ -135,7 +135,7 @@ def test_a_drain_whose_save_fails_says_so_and_keeps_its_code(played: Played) -> 
     assert played.attempt.is_stopping
     verdict = played.attempt.verdict()
     assert (verdict.code, verdict.message) == (exits.REQUEUE, "the time limit is near; no new checkpoint was saved")
-    assert "saved nothing at the end" in last_advice(verdict, played.attempt.story)
+    assert "stopped early, without a save" in last_advice(verdict, played.attempt.story)
     saved = replace(verdict, message="the time limit is near; saved after step 24")
     assert last_advice(saved, played.attempt.story).startswith("it saved its work")
 
