@@ -109,13 +109,6 @@ class Attempt:
         """True once the ranks have been told to stop."""
         return self.stop_deadline is not None
 
-    @property
-    def can_be_joined(self) -> bool:
-        """True if ranks can join the others while they train, because these have copies of all state."""
-        restart = self.job.restart
-        stays = restart is not None and restart.in_place == "auto" and bool(self.groups)
-        return stays and self.story.first_step is not None and self.draining is None and not self.is_stopping
-
     def is_over(self) -> bool:
         """Return whether the attempt is over: its ranks have ended and been swept, or could not be stopped in time."""
         if self.unless_noticed:

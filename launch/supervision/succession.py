@@ -105,6 +105,12 @@ class Succession:
         running = attempt.roster.running
         return regroup(attempt.context.placement, slots, running, joiners, lambda slot: nodes[slot].place)
 
+    def can_be_joined(self, attempt: Attempt) -> bool:
+        """Return whether ranks can join those of an attempt, because these train and have copies of all state."""
+        stays = self.job.restart is not None and self.job.restart.in_place == "auto" and bool(attempt.groups)
+        is_free = attempt.draining is None and not attempt.is_stopping
+        return stays and is_free and attempt.story.first_step is not None
+
     def missing(self, attempt: Attempt, slots: Sequence[int], idle: Collection[int]) -> list[int]:
         """List the slot of every rank that could join an attempt; empty if the job cannot run on that many ranks."""
         nodes = self.run_nodes.nodes

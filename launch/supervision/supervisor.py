@@ -390,7 +390,7 @@ class Supervisor:
 
     def _tend_joiners(self, attempt: Attempt, fit: Sequence[int]) -> bool:
         """Start the ranks that an attempt lacks, if they can join it while it trains; return whether they can."""
-        if not attempt.can_be_joined:
+        if not self.succession.can_be_joined(attempt):
             return False
         found = self.succession.missing(attempt, self.slots, fit) if attempt.joiners.may_start else []
         if not found:
