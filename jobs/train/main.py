@@ -51,7 +51,7 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, ProfileRecorder, prepare
-from muster.jobs.train.regroup import Interrupted, LivingState, replicas_of, take_over
+from muster.jobs.train.regroup import Interrupted, LivingState, take_over
 from muster.jobs.train.restoring import restore
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
@@ -241,9 +241,7 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
             first, replay = load_state(start, start.resume, trainer, kept, reporter)
         if job.checkpoint is not None and (first < trainer.steps or start.in_place is not None):
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter, living)
-    living.hold(trainer, first)
-    if world.rank == 0 and living.stays:
-        reporter.replicas(*replicas_of(trainer))
+    living.begin(trainer, first, reporter)
     of_run = (start.run.metrics, folder.timeline, events, start.run.epochs) if world.rank == 0 else (None,)
     files = Files(folder.metrics(world.rank), *of_run)
     profiling = build_profiling(start, job, trainer, first)

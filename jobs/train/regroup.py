@@ -142,6 +142,12 @@ class LivingState:
         if self.orders.has_come:
             raise Interrupted("the group has ended")
 
+    def begin(self, trainer: "Trainer", done: int, reporter: Reporter) -> None:
+        """Hold the state of a trainer, and report which ranks have copies of it."""
+        self.hold(trainer, done)
+        if self.stays and trainer.world.rank == 0:
+            reporter.replicas(*replicas_of(trainer))
+
     def begin_step(self) -> None:
         """Copy what a forward changes, which are the running statistics of batch norms."""
         self._in_step = True
