@@ -2,7 +2,7 @@
 
     the rank writes            phase, steps, beats, slowest_us, held     beats: any progress at all
                                session, deaf, dumps                      a program that has opened a session
-    the rank parent writes     hold, stop_at
+    the rank parent writes     hold, stop_at, regroups
 
 The rank parent creates one page per rank before the fork. The page is anonymous shared memory for a rank that runs
 Muster's code, and a memfd for a program, which inherits the descriptor across exec (`Page.attach`, MUSTER_PAGE in
@@ -68,6 +68,7 @@ class Page:
     _session = _Field(7, NEVER)
     deaf = _Field(8)  # nonzero: the rank ignores SIGTERM; SIGINT asks it to end
     dumps = _Field(9)  # nonzero: SIGQUIT makes the session's process write its stacks
+    regroups = _Field(10)  # nonzero: after `stop_at` steps the rank waits for an order (`orders.py`), and does not end
 
     def __init__(self, descriptor: int = -1) -> None:
         self.descriptor = descriptor
@@ -134,6 +135,15 @@ class Page:
         self.deaf, self.dumps, self._session = int(deaf), int(dumps), pid
 
     # The rank parent's side -----------------------------------------------------------------------------------------
+
+    def stop(self, steps: int, *, regroups: bool) -> None:
+        """Make the rank stop after `steps` steps: to save and end, or to wait for an order."""
+        self.regroups = int(regroups)
+        self.stop_at = steps  # last, because the rank waits for it
+
+    def renew(self) -> None:
+        """Forget the requests to the rank, which continues in the next attempt."""
+        self.hold, self.regroups, self.stop_at = 0, 0, NEVER
 
     @property
     def phase(self) -> Phase:

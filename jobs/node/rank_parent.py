@@ -3,11 +3,12 @@
 The agent and the rank parent exchange JSON lines over one socket. From the agent:
 
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
-    {"do": "start", "attempt": n, "ranks": [RankStart...]}
+    {"do": "start", "attempt": n, "ranks": [RankStart...]}    with "adopt": r, rank r of the last attempt continues
+    {"do": "start", "attempt": n, "joins": true, "ranks": [RankStart...]}    also start these, which wait for an order
     {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep
     {"do": "look"}                  report the progress of every rank
     {"do": "hold"}                  every rank waits before its next step (jobs/node/page.py)
-    {"do": "stop_at", "steps": n}   after this many steps every rank saves and ends
+    {"do": "stop_at", "steps": n, "regroups": false}   after this many steps every rank saves and ends, or waits
     {"do": "dump"}                  every rank whose SIGQUIT handler does so writes its stacks to its standard error
 
 Messages to the agent carry the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked,
@@ -25,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from muster.jobs.basics import exits
@@ -52,6 +54,7 @@ class RankParent:
         self.attempt = 0
         self.ranks: dict[int, RankProcess] = {}
         self.stubborn: dict[int, int] = {}  # {pid: rank} of ranks that survived SIGKILL so far
+        self.dead: dict[int, dict[str, Any]] = {}  # {rank: how it ended} of this attempt
         self.store = 0
         self.kill_at: float | None = None
         self.killed = False
@@ -136,14 +139,19 @@ class RankParent:
         listening.close()
 
     def _start(self, message: dict[str, Any]) -> None:
+        """Start the ranks of an attempt. Ranks of the last attempt continue if this one adopts them, else they end."""
         attempt = message.get("attempt", 0)
-        if self.ranks:
+        adopted = [start for start in message["ranks"] if start.get("adopt") is not None]
+        if self.ranks and not adopted and not message.get("joins"):
             what = f"attempt {attempt} cannot start while ranks of attempt {self.attempt} are running"
             self._send({"broken": what, "code": exits.INFRASTRUCTURE})
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
+        dead = [] if message.get("joins") else self._adopt(adopted)
         rank_parent = os.getpid()
         for start in message["ranks"]:
+            if start.get("adopt") is not None:
+                continue
             rank = RankProcess(start)
             pid = os.fork()
             if pid == 0:
@@ -153,6 +161,33 @@ class RankParent:
             self.ranks[pid] = rank
             self.selector.register(rank.pipe, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
         self._send({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
+        for ending in dead:
+            self._send(ending)
+
+    def _adopt(self, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Let ranks of the last attempt continue, and kill its other ranks.
+
+        Return how those ended that have died meanwhile.
+        """
+        before = {rank.rank: rank for rank in self.ranks.values()}
+        chosen = {start["adopt"]: start for start in starts}
+        for rank in before.values():
+            if rank.rank not in chosen:
+                rank.send(signal.SIGKILL)
+                self._let_go(rank)
+        self.ranks = {pid: rank for pid, rank in self.ranks.items() if rank.rank in chosen}
+        gone: dict[str, Any] = {"code": None, "signal": "SIGKILL", "sent": None, "failure": {}, "steps": None}
+        gone["ended"] = time.time()
+        dead = [
+            {**self.dead.get(each, gone), "exited": start["rank"]}
+            for each, start in chosen.items()
+            if each not in before
+        ]
+        for each, start in chosen.items():
+            if each in before:
+                before[each].adopt(start)
+        self.dead = {}
+        return dead
 
     def _forget_parent(self, rank_parent: int) -> None:
         """Undo, in a fresh child, the settings that only the rank parent needs."""
@@ -181,7 +216,7 @@ class RankParent:
 
     def _stop_at(self, message: dict[str, Any]) -> None:
         for rank in self.ranks.values():
-            rank.page.stop_at = message["steps"]
+            rank.page.stop(message["steps"], regroups=message.get("regroups", False))
 
     def _dump(self, _: dict[str, Any]) -> None:
         self._send({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})
@@ -221,7 +256,8 @@ class RankParent:
         if rank.pipe in self.selector.get_map():
             self._read_reports(rank)
         rank.send(signal.SIGKILL)  # kills the rest of its group: data loaders and background children
-        self._send(rank.ending(status, ended))
+        self.dead[rank.rank] = rank.ending(status, ended)
+        self._send(self.dead[rank.rank])
         self._let_go(rank)
         if not self.ranks and self.kill_at is None:
             self._sweep(leave_store=True)

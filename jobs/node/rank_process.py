@@ -1,18 +1,21 @@
-"""A rank as its parent sees it: its process, the process group that it leads, its report pipe, and the shared page.
+"""A rank as its parent sees it: its process, the process group that it leads, report pipe, shared page and orders.
 
 A rank of a `train:` or `bench:` job is a fork that runs a function of Muster. A user's program is treated in the same
 way once its page shows an open session. Until then, only its process is watched.
 """
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 from muster.jobs.basics.reading import Lines, parse_json
 from muster.jobs.machine import linux
-from muster.jobs.node import leftovers, page, rank_start
+from muster.jobs.node import leftovers, orders, page, rank_start
+from muster.jobs.node.orders import Orders
 from muster.jobs.node.page import Page, Phase
 
 CHUNK: Final = 1 << 16  # the capacity of a pipe, so that one read empties it
@@ -35,6 +38,7 @@ class RankProcess:
         self._lines = Lines(LONGEST)
         self.pipe, self._writer = os.pipe()
         os.set_blocking(self.pipe, False)
+        self._orders, self._obeys = socket.socketpair()
 
     @property
     def asks(self) -> signal.Signals:
@@ -49,7 +53,12 @@ class RankProcess:
     def become(self) -> NoReturn:
         """Become the rank. Called in the fresh child."""
         os.close(self.pipe)
+        self._orders.close()
         page.own = self.page
+        if self.ours:
+            orders.own = Orders(self._obeys.detach())
+        else:
+            self._obeys.close()
         if self.deaf:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         rank_start.become(self.start, self._writer, self.page.descriptor)
@@ -58,6 +67,7 @@ class RankProcess:
         """Set up the parent's side after the fork."""
         self.pid = pid
         os.close(self._writer)
+        self._obeys.close()
         self.page.close_descriptor()
         with suppress(PermissionError, ProcessLookupError):  # the child has called exec, or is dead
             os.setpgid(pid, pid)  # the child calls this too, so a stop signal always finds the group
@@ -68,6 +78,14 @@ class RankProcess:
             os.close(self.pipe)
             self.pipe = -1
             self.page.close()
+            self._orders.close()
+
+    def adopt(self, start: Mapping[str, Any]) -> None:
+        """Tell this running rank to continue as another rank, in the next attempt."""
+        self.rank, self.start, self.sent, self.failure = start["rank"], start, 0, {}
+        self.page.renew()
+        with suppress(OSError):  # a rank that has just died is reaped later
+            self._orders.sendall((json.dumps(start) + "\n").encode())
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return the reports since the last call, or None if the pipe is closed. A "failed" report goes to `failure`.

@@ -11,6 +11,7 @@ A RankStart is a mapping of plain values, built in `launch/agent.py`:
     threads   number of threads for libraries
     argv      program and arguments (a `command:` job), or
     call      "module:function" of Muster, called with `payload`
+    adopt     the number of a rank of the last attempt, which continues as this rank; optional
 """
 
 import importlib
@@ -19,6 +20,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -62,6 +64,21 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
         _reporter(reports).failed(error, peer=False)
     finally:
         _flush_and_exit(code)
+
+
+def become_another(start: Mapping[str, Any]) -> None:
+    """Continue in this process as the rank that `start` describes, of the next attempt."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk is full
+            stream.flush()
+    _redirect(start["out"], start["err"])
+    os.environ.update(start["env"])
+    if start["cores"]:
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # a thread may have ended
+                os.sched_setaffinity(int(thread.name), start["cores"])
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(start["threads"])
 
 
 def _call(start: Mapping[str, Any]) -> int:

@@ -2,6 +2,9 @@
 
     {"report": "arrived"}                               about to join the other ranks
     {"report": "joined"}                                has joined them
+    {"report": "replicas", "groups": [[0, 4, 1]], "why": ""}    one of these must live, as [first, count, stride]
+    {"report": "waiting", "of": 0, "step": 41, "why": "..."}    has left attempt 0, after 41 complete steps, and waits
+    {"report": "regrouped", "step": 41, "redone": 1, "source": 0, "seconds": 0.1}    has the state of living ranks
     {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
     {"report": "loaded", "step": 40, "seconds": 0.2, "checkpoint": "step-00000040.a000"}    a checkpoint was loaded
     {"report": "first_step", "step": 41}                the first step of this attempt is done
@@ -12,14 +15,15 @@
 
 `peer` is true if the failure is a lost connection to another rank. Such a rank is a victim if any other rank failed for
 a reason of its own. Without the pipe (torchrun, srun) all reports are dropped. Reports to a full pipe are dropped too,
-because reporting must never slow a step. Any rank sends `missed` and `failed`; the other reports after `joined` come
-only from rank 0. A program that does not know its number of steps, its loss or its rate omits these in `progress`.
+because reporting must never slow a step. Any rank sends `waiting`, `missed` and `failed`; the other reports after
+`joined` come only from rank 0. A program that does not know its number of steps, its loss or its rate omits these in
+`progress`.
 """
 
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from muster.jobs.hosts import ranks
@@ -46,6 +50,24 @@ class Reporter:
     def joined(self) -> None:
         """Report that this rank has joined the others."""
         self._send({"report": "joined"})
+
+    def replicas(self, groups: Sequence[tuple[int, int, int]], why: str) -> None:
+        """Report which ranks have copies of the same state, so that one of each group is enough to continue.
+
+        If there are no groups, `why` is the reason.
+        """
+        self._send({"report": "replicas", "groups": groups, "why": why})
+
+    def waiting(self, *, of: int, step: int, why: str) -> None:
+        """Report that this rank has left attempt `of` with the state after `step` steps, and waits for the next one."""
+        self._send({"report": "waiting", "of": of, "step": step, "why": " ".join(why.split())[:500]})
+
+    def regrouped(self, *, step: int, redone: int, source: int, seconds: float) -> None:
+        """Report that all ranks have the state after `step` steps, as rank `source` had it.
+
+        `redone`: the number of ranks that were a step behind.
+        """
+        self._send({"report": "regrouped", "step": step, "redone": redone, "source": source, "seconds": seconds})
 
     def progress(
         self,

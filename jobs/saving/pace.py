@@ -32,11 +32,12 @@ class Pace:
     def stops(self, done: int) -> bool:
         """Return True to stop instead of beginning the next step. If asked to wait, first wait for the stop step.
 
-        The wait has no timeout: the rank parent decides, and if it dies, so does this rank.
+        The wait has no timeout: the rank parent decides, and if it dies, so does this rank. It withdraws the request
+        if other ranks are lost meanwhile.
         """
         if self.page.hold and self.page.stop_at == NEVER:
             self.page.held = done
-            while self.page.stop_at == NEVER:
+            while self.page.hold and self.page.stop_at == NEVER:
                 time.sleep(HELD_POLL_S)
             self.page.held = NEVER
         self._began_s = time.monotonic()

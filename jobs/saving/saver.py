@@ -102,6 +102,7 @@ class Target:
     attempt: int
     began_from: str | None = None
     step: int = 0  # steps done before this attempt
+    parent: str | None = None  # the newest checkpoint; `began_from` is None if the state came from living ranks
 
 
 @dataclass
@@ -148,6 +149,9 @@ class NotSaving:
     def settle(self) -> None:
         """Wait for the save in flight, then stop saving on this rank. Other ranks may continue to save."""
 
+    def abandon(self) -> None:
+        """Stop saving, and give up the save in flight."""
+
 
 class Saver(NotSaving, Generic[Part]):
     """A saver of one rank's part of the state, in step with the savers of all other ranks."""
@@ -179,7 +183,7 @@ class Saver(NotSaving, Generic[Part]):
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
         self.agreed = False
         self.safe = target.step if target.began_from else NONE  # newest step that this rank has saved
-        self.parent = target.began_from
+        self.parent = target.parent or target.began_from
         self.failed = NONE  # the newest step whose save failed on this rank
         self.missed = 0  # number of failed saves in a row
         self.left_out = 0  # number of skipped saves since the last commit
@@ -276,6 +280,10 @@ class Saver(NotSaving, Generic[Part]):
         # Wait for rank 0's commit, because an early exit could look like a failure and stop the other ranks.
         page.own.enter(Phase.SAVE)
         self.world.meet()
+
+    def abandon(self) -> None:
+        """Stop saving, and give up the save in flight."""
+        self.close()
 
     def close(self) -> None:
         """End the writer and free the memory."""

@@ -43,3 +43,9 @@ class RestartSettings(Strict):
         description="seconds to wait before the second restart in a row without a new checkpoint; doubles with each "
         "further one, up to 60",
     )
+    in_place: Literal["auto", False] = Field(
+        False,
+        description="`auto`: if ranks or nodes are lost, and the others have all of the state, they continue with the "
+        "next step, without a restart",
+        examples=["auto"],
+    )

@@ -122,6 +122,14 @@ class Job(Strict):
         return self
 
     @model_validator(mode="after")
+    def _can_continue_in_place(self) -> Self:
+        if self.restart is not None and self.restart.in_place and self.kind not in ("", "train"):
+            raise ValueError(
+                f"restart.in_place is for train: jobs; the ranks of a {self.kind}: job always restart; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_a_program(self) -> Self:
         if self.python is not None and self.kind not in ("", "command", "train"):
             raise ValueError(

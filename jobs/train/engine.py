@@ -50,6 +50,7 @@ class Engine:
         self.runs = self.stages or runs(self.replica, numerics, self.scaler, settings)
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())
+        self.before_update: Callable[[], None] | None = None  # raises if the mean gradients may be wrong
         # A pipeline records graphs of its actions, not of whole steps.
         self.graphed: GraphedSteps | None = None
         self._optional = settings.cuda_graph == AUTO
@@ -135,6 +136,8 @@ class Engine:
 
     def _advance(self) -> None:
         """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
+        if self.before_update is not None:
+            self.before_update()
         self.scaler.step(
             self.optimizer,
             self.replica.gradients(),

@@ -1,6 +1,6 @@
 """The training loop: read, step, record. Report at log points, evaluate after epochs, save when due.
 
-before a step     stop if the rank parent asked for it (a drain)
+before a step     stop if the rank parent asked for it (a drain, or ranks that join)
 a step            data, forward, backward, communication, optimizer
 a log point       all ranks exchange the losses since the last one, and whether to save
 not finite        the attempt fails, after a last log point if all ranks know of it
@@ -8,6 +8,8 @@ the end           save, if the job has checkpoints
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
 from muster.jobs.train.profiling.clock import StepMarks, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
+from muster.jobs.train.regroup import Interrupted, LivingState
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, PipelineRecorder, StepRecorder
@@ -98,12 +101,16 @@ def train(
     saving: NotSaving = NOT_SAVING,
     replay: Replay | None = None,
     profiling: NotProfiling = NOT_PROFILING,
+    living: LivingState,
+    evaluates: bool = False,
 ) -> bool:
     """Train from step `first` to the end of the job. Every rank calls this.
 
+    `living` keeps the state if the group breaks. `evaluates`: first do the evaluation that was due at `first`.
     Returns True if the ranks were asked to stop, and stopped before the end after saving.
 
     Raises:
+        Interrupted: if the ranks were asked to wait for the next attempt.
         NotFiniteError: if a loss or weight is not finite. Such a state is not saved.
     """
     steps = trainer.steps
@@ -122,16 +129,39 @@ def train(
     )
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # the profile is written after everything is saved
-            done = run_steps(
-                trainer, metrics, screen, steps, first=first, saving=saving, replay=replay, profiling=profiling
-            )
+            with abandoning(saving, metrics, living):
+                if evaluates:
+                    evaluate_after(trainer, metrics, screen, first, living)
+                done = run_steps(
+                    *(trainer, metrics, screen, steps, living),
+                    first=first,
+                    saving=saving,
+                    replay=replay,
+                    profiling=profiling,
+                )
             metrics.finish()
+            if page.own.regroups and done < steps:
+                saving.settle()
+                raise Interrupted("ranks join")
             require_finite(trainer.engine, trainer.world, done)
             saving.finish(done, metrics.recent)
         if profiling.summary is not None:
             screen.say(profiling.summary)
     page.own.enter(Phase.END)
     return done < steps
+
+
+@contextmanager
+def abandoning(saving: NotSaving, metrics: Metrics, living: LivingState) -> Iterator[None]:
+    """If the steps fail and this rank may continue, give up the save in flight, and write this rank's rows."""
+    try:
+        yield
+    except Exception:
+        if living.stays:
+            saving.abandon()
+            with suppress(ValueError):  # the times of an incomplete step
+                metrics.flush()  # the run's rows may lack these steps
+        raise
 
 
 def recorder_of(trainer: Trainer, files: Files) -> NotRecording:
@@ -148,6 +178,7 @@ def run_steps(
     metrics: Metrics,
     screen: Screen,
     steps: int,
+    living: LivingState,
     *,
     first: int = 0,
     saving: NotSaving = NOT_SAVING,
@@ -173,6 +204,7 @@ def run_steps(
         clock.lap("data")
         lr = learning_rate(settings.schedule, settings.optimizer.lr, done, steps)
         set_learning_rate(engine.optimizer, lr)
+        living.begin_step()
         with running_user_code(f"rank {trainer.world.rank}: step {done + 1}"):
             losses = engine.train_step(done, work.shards)
         clock.stop()
@@ -183,6 +215,7 @@ def run_steps(
             work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
         )
         done += 1
+        living.step_done(done)
         pace.step_done(done)
         if done == first + 1:
             screen.first_step(done)
@@ -192,8 +225,8 @@ def run_steps(
             soundness.end()
         if lost or is_log_point(done) or saving.is_due(done):
             soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
-        if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
-            report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
+        if is_evaluated(trainer, done):
+            evaluate_after(trainer, metrics, screen, done, living)
         saving.step_done(done, metrics.recent)
         profiling.step_done(done)
     if metrics.has_news:  # the loop stopped between two log points
@@ -213,6 +246,18 @@ def report_steps(
     if replay is not None and (result := replay.check(summary.losses)):
         screen.say(result)
     return summary
+
+
+def is_evaluated(trainer: Trainer, done: int) -> bool:
+    """Return True if an evaluation follows step number `done`, because an epoch or the training ends there."""
+    batch = trainer.plan.batch(done - 1)
+    return bool(trainer.settings.evaluate) and (done == trainer.steps or batch.stop == trainer.plan.samples)
+
+
+def evaluate_after(trainer: Trainer, metrics: Metrics, screen: Screen, done: int, living: LivingState) -> None:
+    """Evaluate after step number `done`."""
+    report_evaluation(trainer, metrics, screen, done, trainer.plan.batch(done - 1).epoch + 1)
+    living.evaluated = done
 
 
 def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:

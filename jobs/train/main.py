@@ -10,7 +10,8 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,12 +21,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from muster.ddp.malloc import keep_freed_memory
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.files import write_json
 from muster.jobs.basics.sections import replaced, values
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.node import orders
+from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.replay import Replay, logged_losses
@@ -40,13 +43,15 @@ from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.data.loading import move
+from muster.jobs.train.engine import Engine
 from muster.jobs.train.identity import kept_of, meta_of
-from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
+from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, is_evaluated, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, ProfileRecorder, prepare
+from muster.jobs.train.regroup import Interrupted, LivingState, take_over
 from muster.jobs.train.restoring import restore
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
@@ -63,20 +68,50 @@ if TYPE_CHECKING:
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Train as one rank; return its exit code.
 
-    `payload` is {"job": the job serialized by `jobs/spec/plain.py`; "saving": whether to make checkpoints; "resume":
-    null or {"checkpoint": folder name, "step": n, "sha256": of its manifest}}.
+    `payload` is {"job": the job serialized by `jobs/spec/plain.py`; "saving": whether to make checkpoints; "stays":
+    whether to continue in the same process when other ranks are lost; "waits": to wait until it can join them;
+    "resume":
+    null or {"checkpoint": folder name, "step": n, "sha256": of its manifest}; "in_place": missing, or, if the attempt
+    continues with the state of living ranks, {"checkpoint": the newest one, "joining": whether ranks have joined}}.
     """
     show_stacks()
 
     def work(reporter: Reporter) -> int:
-        env = ranks.read(os.environ)
-        job = plain_job(payload["job"])
-        if not payload.get("saving"):
-            job = replaced(job, checkpoint=None)
-        start = TrainStart(run_of(env), env.attempt, Resume.read(payload.get("resume")))
-        return train_in(start, job, join(job, env, reporter), reporter)
+        living = LivingState(orders.own, stays=bool(payload.get("stays")))
+        order: Mapping[str, Any] | None = {"payload": payload}
+        if payload.get("waits"):
+            living.data = open_data(settings_of(read_job(payload)))
+            order = living.next_order("ready to join", reporter, timeout_s=None)
+        while order is not None:
+            try:
+                with living.interruptible():
+                    return run_attempt(order["payload"], living, reporter)
+            except Interrupted as interrupted:
+                order = living.next_order(str(interrupted), reporter)
+                if order is None:
+                    raise interrupted.__cause__ or StartTimeoutError("no order came for the next attempt") from None
+        return exits.INFRASTRUCTURE  # the rank parent has ended
 
     return guarded(work)
+
+
+def read_job(payload: Mapping[str, Any]) -> "Job":
+    """Return the job in the payload of a start message."""
+    job = plain_job(payload["job"])
+    return job if payload.get("saving") else replaced(job, checkpoint=None)
+
+
+def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Reporter) -> int:
+    """Train in one attempt, with the state that `living` has from the last one, or another rank, or a checkpoint."""
+    env, job = ranks.read(os.environ), read_job(payload)
+    in_place = payload.get("in_place")
+    start = TrainStart(
+        run_of(env),
+        env.attempt,
+        Resume.read(payload.get("resume")),
+        None if in_place is None else InPlace(in_place["checkpoint"], joining=in_place["joining"]),
+    )
+    return train_in(start, job, join(job, env, reporter, living), reporter, living)
 
 
 def settings_of(job: "Job") -> "TrainSettings":
@@ -97,15 +132,18 @@ def run_of(env: RankEnv) -> RunDir:
     return RunDir(Path(env.run_dir))
 
 
-def join(job: "Job", env: RankEnv, reporter: Reporter) -> World:
-    """Meet the other ranks within the job's start timeout."""
+def join(job: "Job", env: RankEnv, reporter: Reporter, living: LivingState | None = None) -> World:
+    """Meet the other ranks within the job's start timeout. `living`: the state that this rank has kept."""
     settings = settings_of(job)
     settings.check(env.world_size)
     make_deterministic(settings)
     reporter.arrived()
     if needs_group(settings.split(env.world_size)):
-        store = connect(env, job.start_timeout_s)
-        world = join_group(store, job, env, meet(store, env, job.start_timeout_s))
+        is_over = (lambda: living.orders.has_come) if living is not None and living.stays else None
+        store = connect(env, job.start_timeout_s, is_over)
+        held = None if living is None else living.device_index
+        world = join_group(store, job, env, meet(store, env, job.start_timeout_s, held))
+        world = replace(world, check=None if living is None else living.check)
     else:
         world = World(0, 1, None, choose_device(settings.device, 0, [this_peer()]))
     reporter.joined()
@@ -125,8 +163,8 @@ def make_deterministic(settings: "TrainSettings") -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def open_same_data(job: "Job", world: World) -> Data:
-    """Open the job's data.
+def open_same_data(job: "Job", world: World, opened: Data | None = None) -> Data:
+    """Open the job's data, unless this rank has `opened` it before: a collective.
 
     Raises:
         RefusedError: if ranks read different jobs or different data, or a batch is larger than the data set.
@@ -135,50 +173,75 @@ def open_same_data(job: "Job", world: World) -> Data:
     spelt = {**values(settings), "data": None}  # paths may differ between nodes; contents are compared below
     digest = hashlib.sha256(json.dumps(spelt, sort_keys=True).encode()).hexdigest()
     require_equal(world, "the job file", digest, "give every rank the same file")
-    data = open_data(settings)
+    data = opened or open_data(settings)
     require_batch(settings, data)
     require_equal(world, f"data {data.name}", data.fingerprint, "copy rank 0's files to those nodes")
     return data
 
 
+def data_of(start: "TrainStart", job: "Job", world: World, living: LivingState) -> Data:
+    """Return the job's data, which this rank may have open already. Errors as for `open_same_data`."""
+    if living.data is None or (start.in_place is not None and start.in_place.joining):
+        living.data = open_same_data(job, world, living.data)
+    return living.data
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """An attempt that continues with the state of living ranks, some of which may have joined just now.
+
+    `parent` is the newest checkpoint.
+    """
+
+    parent: str | None
+    joining: bool
+
+
 @dataclass(frozen=True)
 class TrainStart:
-    """An attempt: its run folder, its number, and the checkpoint that it resumes from."""
+    """An attempt: its run folder, its number, and the checkpoint that it resumes from, unless it continues in place."""
 
     run: RunDir
     attempt: int
     resume: Resume | None = None
+    in_place: InPlace | None = None
 
 
-def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter) -> int:
+def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, living: LivingState | None = None) -> int:
     """Train, with metrics and checkpoints in the run folder; return the rank's exit code.
 
     Raises:
         RunFolderError, StorageError: if the folder cannot be written.
         RefusedError, NoCheckpointError: if the checkpoint to load is missing or belongs to another job.
     """
+    living = living or LivingState(Orders(), stays=False)
     keep_freed_memory()
     folder = start.run.attempt(start.attempt)
     make_own_folder(folder.path)
     writes_events = settings_of(job).tensorboard and world.rank == 0
     events = EventFiles(start.run.path, "tensorboard: true") if writes_events else None
-    data = open_same_data(job, world)
+    data = data_of(start, job, world, living)
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
     prepare(settings_of(job).profile, cuda_graph=records(settings_of(job), world.device.type))
-    memory = MemoryRecorder(folder.memory(world.rank), world.device, facts_of(start, job, world))
+    memory = record_memory(start, job, world)
     trainer = build_trainer(settings_of(job), data, world)
     if world.rank == 0 and trainer.engine.notice:
         print(trainer.engine.notice, flush=True)
     if world.rank == 0 and settings_of(job).makes:
         write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
-    saving, replay, first = NOT_SAVING, None, 0
+    living.connected()
+    saving, replay, first, evaluates = NOT_SAVING, None, 0, False
+    if start.in_place is not None:
+        source = take_over(living, trainer, reporter)
+        first, evaluates = source.done, is_evaluated(trainer, source.done) and not source.evaluated
     if job.checkpoint is not None or start.resume is not None:
         kept = kept_of(trainer.settings, data, trainer.plan)
         if start.resume is not None:
             first, replay = load_state(start, start.resume, trainer, kept, reporter)
-        if job.checkpoint is not None and first < trainer.steps:
-            saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
+        if job.checkpoint is not None and (first < trainer.steps or start.in_place is not None):
+            saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter, living)
+    living.begin(trainer, first, reporter)
     of_run = (start.run.metrics, folder.timeline, events, start.run.epochs) if world.rank == 0 else (None,)
     files = Files(folder.metrics(world.rank), *of_run)
     profiling = build_profiling(start, job, trainer, first)
@@ -197,10 +260,27 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter) ->
             saving=saving,
             replay=replay,
             profiling=profiling,
+            living=living,
+            evaluates=evaluates,
         )
     if not drained:
         return exits.DONE
     return exits.REQUEUE if job.checkpoint is not None else exits.STOPPED
+
+
+class NotRecorded(nullcontext[None]):
+    """Record nothing: the first attempt has recorded the memory, and the record would delay the first step in place."""
+
+    def watch(self, engine: Engine) -> None:
+        """Do nothing."""
+
+
+def record_memory(start: TrainStart, job: "Job", world: World) -> MemoryRecorder | NotRecorded:
+    """Start the record of this rank's memory, unless it continues in place."""
+    if start.in_place is not None:
+        return NotRecorded()
+    path = start.run.attempt(start.attempt).memory(world.rank)
+    return MemoryRecorder(path, world.device, facts_of(start, job, world))
 
 
 def load_state(
@@ -255,10 +335,12 @@ def build_saver(
     trainer: Trainer,
     kept: Mapping[str, Any],
     reporter: Reporter,
+    living: LivingState,
 ) -> Saver[TensorPart]:
     """Build the saver of this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
-    own_code = code.files_of(Path.cwd())
+    parent = start.in_place.parent if start.in_place is not None else began_from
+    own_code = living.own_code if trainer.world.rank == 0 else {}
 
     def describe(done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
         return meta_of(
@@ -276,7 +358,7 @@ def build_saver(
 
     elapsed_s, failures = failures_so_far(start.run)
     schedule = SaveSchedule(settings, first, elapsed_s=elapsed_s, failures=failures)
-    target = Target(start.run, start.attempt, began_from, first)
+    target = Target(start.run, start.attempt, began_from, first, parent)
     room = partial(MemorySnapshot, device=trainer.world.device)
     return Saver(target, settings, trainer.engine.held_state, room, trainer.world, schedule, describe, reporter)
 

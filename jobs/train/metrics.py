@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -119,7 +120,11 @@ class Metrics:
         self._times: list[StepTimes] = []  # times of the steps whose rows this rank has already written
         self._flushed = time.monotonic()
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self.evaluated = evaluations_in(files.run)
+
+    @cached_property
+    def evaluated(self) -> dict[int, dict[str, float | None]]:
+        """The results of earlier attempts' evaluations, on rank 0: read when needed, because the file may be long."""
+        return evaluations_in(None if self.run is None else self.run.path)
 
     @property
     def has_news(self) -> bool:

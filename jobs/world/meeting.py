@@ -5,6 +5,7 @@ import ipaddress
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Final
@@ -20,11 +21,15 @@ from muster.jobs.world.world import Peer, this_peer
 
 POLL_S: Final = 0.1
 BACKLOG: Final = 4096  # limit for connections that wait to be accepted; the kernel may lower it
+TRY_S: Final = 2.0
 LEAST_S: Final = 1.0  # minimum timeout, for a master that answered just before the deadline
 
 
-def connect(env: RankEnv, timeout_s: float) -> Store:
+def connect(env: RankEnv, timeout_s: float, is_over: Callable[[], bool] | None = None) -> Store:
     """Connect to the store of the attempt. Rank 0 serves the store unless an agent does.
+
+    `is_over`: returns whether the attempt has ended meanwhile. torch's constructor tries until its time-out, even at
+    the address of a store that has ended. So with `is_over` it gets TRY_S at a time.
 
     Raises:
         RefusedError: if the master port is taken.
@@ -43,23 +48,28 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
     if not serves and not env.agent_store and not answers(env.master_addr, env.master_port, deadline):
         raise late
     listening = listen(env) if serves else None
-    try:
-        store = TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=max(deadline - time.monotonic(), LEAST_S)),
-            wait_for_workers=False,
-            master_listen_fd=None if listening is None else listening.detach(),
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        if serves:
-            raise RefusedError(
-                f"{env.master_addr}:{env.master_port}: rank 0 cannot serve the store here: {_first_line(error)}; "
-                "use an address of this machine, or another --master-port"
-            ) from error
-        raise late from error
+    while True:
+        left_s = max(deadline - time.monotonic(), LEAST_S)
+        try:
+            store = TCPStore(
+                env.master_addr,
+                env.master_port,
+                env.world_size,
+                is_master=serves,
+                timeout=timedelta(seconds=min(left_s, TRY_S) if is_over else left_s),
+                wait_for_workers=False,
+                master_listen_fd=None if listening is None else listening.detach(),
+            )
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+            if serves:
+                raise RefusedError(
+                    f"{env.master_addr}:{env.master_port}: rank 0 cannot serve the store here: {_first_line(error)}; "
+                    "use an address of this machine, or another --master-port"
+                ) from error
+            if is_over is None or is_over() or time.monotonic() > deadline:
+                raise late from error
+        else:
+            break
     store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(prefix, store)
 
@@ -98,8 +108,8 @@ def answers(address: str, port: int, deadline: float) -> bool:
     return False
 
 
-def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
-    """Wait until every rank has arrived; return them in rank order.
+def meet(store: Store, env: RankEnv, timeout_s: float, held: int | None = None) -> list[Peer]:
+    """Wait until every rank has arrived; return them in rank order. `held`: the CUDA device that this rank has used.
 
     Raises:
         RefusedError: if another process has arrived with the same rank.
@@ -110,7 +120,7 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
             f"rank {env.rank} was started twice, and the first one continues; give each process its own --rank"
         )
     arrivals = PrefixStore("arrived", store)
-    arrivals.set(str(env.rank), json.dumps(asdict(this_peer())))
+    arrivals.set(str(env.rank), json.dumps(asdict(this_peer(held))))
     deadline = time.monotonic() + timeout_s
     for rank in range(env.world_size):
         remaining_s = max(deadline - time.monotonic(), 0.001)

@@ -6,8 +6,8 @@ A single rank that synchronizes nothing needs no process group; `group` is then 
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -43,6 +43,7 @@ class World:
     device: torch.device
     pipe: int = 1
     tensor: int = 1
+    check: Callable[[], None] | None = None  # raises if values that other ranks have sent may be wrong
 
     @property
     def data_ranks(self) -> int:
@@ -82,21 +83,27 @@ class World:
             return [mine]
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self.group)
+        if self.check is not None:
+            self.check()
         return gathered
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The host of a rank and the CUDA devices it sees. Ranks whose `Peer` is equal share these devices."""
+    """The host of a rank and the CUDA devices it sees. Ranks whose `Peer` is equal share these devices.
+
+    `held`: the index of the device that the rank has used so far, in an attempt that continues in place.
+    """
 
     host: str
     visible: str | None  # CUDA_VISIBLE_DEVICES
     devices: int
+    held: int | None = field(default=None, compare=False)
 
 
-def this_peer() -> Peer:
+def this_peer(held: int | None = None) -> Peer:
     """Return the Peer of this process."""
-    return Peer(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
+    return Peer(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), held)
 
 
 def choose_device(wanted: str, rank: int, peers: Sequence[Peer], *, key: str = "train.device") -> torch.device:
@@ -125,7 +132,11 @@ def _device_index(rank: int, peers: Sequence[Peer]) -> int | None:
     peer = peers[rank]
     sharing = [each for each, other in enumerate(peers) if other == peer]
     if peer.devices >= len(sharing):
-        return sharing.index(rank)
+        if peer.held is not None:
+            return peer.held
+        taken = {peers[each].held for each in sharing}
+        free = [index for index in range(peer.devices) if index not in taken]
+        return free[[each for each in sharing if peers[each].held is None].index(rank)]
     # CUDA_VISIBLE_DEVICES shows one device, so something (perhaps Slurm's cgroups) assigned one to each rank.
     return 0 if peer.devices == 1 and peer.visible else None
 

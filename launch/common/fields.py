@@ -125,7 +125,9 @@ _TEXTS: Final = (
     "event run_id name kind transport host unit text message class cause reason by why next next_step mode from "
     "checkpoint job master_addr phase device continue_with"
 )
-_WHOLE: Final = "pid_start step steps epoch from_step last_step saved_step lost_steps compared restarts master_port"
+_WHOLE: Final = (
+    "pid_start step steps epoch from_step last_step saved_step lost_steps compared restarts master_port in_place redone"
+)
 _REALS: Final = "seconds delay_s deadline_s grace_s rate worst"
 FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(_TEXTS.split(), text),

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -98,6 +99,11 @@ class NodeAttempt:
                 RunDir(self.folder.path.parent).make_files()
             ranks = [start["rank"] for start in message.ranks]
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
+
+    def extend(self, message: wire.Start) -> None:
+        """Add ranks that join while the others work."""
+        assert self.start is not None
+        self.start = replace(self.start, ranks=(*self.start.ranks, *message.ranks))
 
     def follow(self, rank_parent: RankParentLink) -> None:
         """Start watching the ranks. Call this after ordering them to start."""
@@ -199,6 +205,7 @@ class NodeAttempt:
         ranks = [
             {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
             for start in self._ranks
+            if start["rank"] in pids  # a rank that continues in place may have died meanwhile
         ]
         ticks = [[rank, each] for rank, (_, each) in self.pids.items()]
         record = {**identity(), "node": self.node, "ranks": ranks, "ticks": ticks}

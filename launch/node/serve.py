@@ -99,7 +99,7 @@ class Agent:
                 await self.rank_parent.order({"do": "hold"})
                 self.attempt.hold()
             case wire.StopAt() if self._is_running(message.attempt):
-                await self.rank_parent.order({"do": "stop_at", "steps": message.steps})
+                await self.rank_parent.order({"do": "stop_at", "steps": message.steps, "regroups": message.regroups})
             case wire.Dump() if self._is_running(message.attempt):
                 self._spawn(self.attempt.dump(self.rank_parent))
             case wire.Dump():
@@ -193,13 +193,16 @@ class Agent:
             self.listening = None
 
     async def _begin(self, attempt: NodeAttempt, message: wire.Start) -> None:
+        if message.joins and attempt.start is not None:
+            attempt.extend(message)
+            await self._order_start(attempt, message)
+            return
         attempt.open(message)
         setup, warm = list(message.setup), message.warm
         if setup and setup != self.set_up:  # run the lines once per node, not once per attempt
             log = attempt.folder.setup(attempt.node)
             self.changed = await setup_lines.run(setup, log, message.workdir, warm["env"])
             self.set_up = setup
-        ranks = [setup_lines.with_changes(start, self.changed if setup else {}) for start in message.ranks]
         if not self.rank_parent.is_open:
             await self._ranks_gone()
             environ = {**os.environ, **warm["env"]}
@@ -207,11 +210,21 @@ class Agent:
                 environ = setup_lines.environ_after(environ, self.changed)
             await self.rank_parent.open(preload=warm["preload"], env=environ, of_job=warm["python"])
             self._spawn(self._watch_rank_parent(self.rank_parent))
+        in_place = any("adopt" in start for start in message.ranks)
+        if in_place:  # ranks wait already: a store takes longer to start, and connections wait in its backlog
+            await self._order_start(attempt, message)
         if self.listening is not None and message.store:
             await self.rank_parent.give_store(self.listening, attempt.number)
         self._close_listening()  # the rank parent now has the socket, or rank 0 binds the port itself
-        await self.rank_parent.order({"do": "start", "attempt": attempt.number, "ranks": ranks})
+        if not in_place:
+            await self._order_start(attempt, message)
         attempt.follow(self.rank_parent)
+
+    async def _order_start(self, attempt: NodeAttempt, message: wire.Start) -> None:
+        changed = self.changed if message.setup else {}
+        ranks = [setup_lines.with_changes(start, changed) for start in message.ranks]
+        order = {"do": "start", "attempt": attempt.number, "joins": message.joins, "ranks": ranks}
+        await self.rank_parent.order(order)
 
     async def _stop(self, message: wire.StopRanks) -> None:
         if message.attempt != self.attempt.number:  # the message is about an attempt that never started here

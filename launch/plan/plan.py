@@ -87,6 +87,7 @@ class Context:
     entry: str | None  # the "module:function" that a forked rank calls; None: ranks execute a program
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments for that function, besides the job
     attempt: int = 0
+    adopted: Mapping[int, int] = field(default_factory=dict)  # {rank: rank of the last attempt} that continues in place
     code: str | None = None  # the root of the code that agents run, if it is a snapshot
     remote: bool = False  # true if agents run on other machines
     iface: str | None = None  # the user's choice of network: an interface, or a CIDR
@@ -202,7 +203,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
         if context.entry is None
         else {
             "call": context.entry,
-            "payload": {"job": job_for_ranks(context.job), **context.options},
+            "payload": {"job": job_for_ranks(context.job), "stays": stays(context.job), **context.options},
         }
     )
     return Start(
@@ -230,11 +231,17 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
                 "cores": list(rank.cores),
                 "gpus": list(rank.gpus),
                 "threads": rank.threads,
+                **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
                 **what,
             }
             for rank in plan.ranks
         ),
     )
+
+
+def stays(job: Job) -> bool:
+    """Return whether ranks wait for the next attempt when they have lost others, and continue in it."""
+    return job.kind == "train" and job.restart is not None and job.restart.in_place == "auto"
 
 
 def job_for_ranks(job: Job) -> dict[str, Any]:

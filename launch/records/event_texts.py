@@ -25,6 +25,8 @@ def _attempt(row: Row) -> str:
 def _restarting(row: Row) -> str:
     hosts, delay_s = row.get("hosts", ()), row.get("delay_s", 0.0)
     wait = f" in {delay_s:g} s" if delay_s else ""
+    if ranks := row.get("in_place"):
+        return f"muster: {row.get('why')}\nattempt {row.get('attempt')} in place: {counted(ranks, 'rank')} continue"
     return f"muster: {row.get('why')}\nattempt {row.get('attempt')}{wait} on {counted(len(hosts), 'node')}"
 
 
@@ -43,6 +45,7 @@ TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "stopping": lambda row: f"stopping the ranks: {row.get('reason')}",
     "draining": lambda row: f"saving, then stopping: {row.get('by')}",
     "hang": _hang,
+    "not_in_place": lambda row: f"muster: all ranks restart: {row.get('why')}",
     "resuming": lambda row: f"continuing from {row.get('checkpoint')}",
     "restarting": _restarting,
 }

@@ -10,7 +10,7 @@ the nodes.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from signal import SIGTERM
 from typing import Final
@@ -25,6 +25,8 @@ from muster.launch.records.verdict import Cause, RankEnd, Stop, Verdict, ending_
 from muster.launch.supervision import resumption
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.hangs import HangWatch, Mute
+from muster.launch.supervision.in_place import Groups, Regrouping
+from muster.launch.supervision.joiners import Joiners
 from muster.launch.supervision.progress import OUTPUT
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.run_nodes import NodeState
@@ -40,6 +42,8 @@ MEET_S: Final = 5.0  # added to the start time-out, so that the ranks report the
 DRAIN_S: Final = 60.0
 LEAVING_S: Final = 5.0  # time before a scheduler's deadline that is reserved for sweeping and for requeuing the job
 LONGEST_WHY: Final = 1 << 12  # characters
+JOIN_S: Final = 6.0  # the limit for ranks that continue in place; then all restart
+ALL_WAIT_S: Final = 3.0  # if all ranks wait for so long although none was lost, all restart
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
 Send = Callable[[int, wire.ToAgent], None]
@@ -57,6 +61,7 @@ class Attempt:
         send: Send,
         patience_s: float,
         ask: Callable[[bool], None] | None = None,
+        stays: Callable[[RankEnd], Regrouping | str] | None = None,
     ) -> None:
         self.context = context
         self.job = context.job
@@ -75,6 +80,15 @@ class Attempt:
         self.ask = ask  # asks the scheduler whether it is about to end the job; `noticed` gets the answer
         # callbacks that end the attempt, called if the scheduler answers that it is not about to end the job
         self.unless_noticed: list[Callable[[], None]] = []
+        self.stays = stays  # returns how the other ranks continue after a failure, or why they cannot
+        self.regrouping: Regrouping | None = None  # the ranks continue in the next attempt
+        self.groups: Groups = ()  # ranks with copies of the same state
+        self.unique = ""  # why there are no such groups
+        self.joiners = Joiners(self.number, self.roster, log)
+        self.joining = False  # the drain is followed by an attempt with the joiners
+        self.all_wait_at: float | None = None  # when the last rank began to wait (monotonic)
+        self.waiting: set[int] = set()  # ranks that wait for the next attempt
+        self.regroup: Callable[[], Regrouping] | None = None
         self.draining: Stop | None = None
         self.growing = False  # the drain is followed by a restart on more nodes
         self.drain_deadline = 0.0
@@ -87,7 +101,8 @@ class Attempt:
         self.overdue = False  # the ranks have not ended by `stop_deadline`
         self.began = time.time()
         self.started_at = time.monotonic()
-        self.deadline = self.started_at + max(context.job.start_timeout_s, patience_s)
+        self.limit_s = min(context.job.start_timeout_s, JOIN_S) if context.adopted else context.job.start_timeout_s
+        self.deadline = self.started_at + max(self.limit_s, patience_s)
 
     @property
     def is_stopping(self) -> bool:
@@ -98,6 +113,8 @@ class Attempt:
         """Return whether the attempt is over: its ranks have ended and been swept, or could not be stopped in time."""
         if self.unless_noticed:
             return False
+        if self.regrouping is not None and not self.is_stopping:
+            return True
         if self.stop_deadline is None:
             return not self.roster.running
         if self.overdue:
@@ -116,7 +133,7 @@ class Attempt:
     def verdict(self) -> Verdict:
         """Return the verdict on the ranks that have ended so far."""
         verdict = judge(self.endings, self.stop)
-        if self.draining is None or self.stop is not self.draining:
+        if self.draining is None or self.stop is not self.draining or self.joining:
             return verdict
         step, saved = self.story.saved_step, self.stop_at is not None and self.story.saved_step == self.stop_at
         last = f"{SAVED} {step}" if saved else "no new checkpoint was saved"
@@ -135,7 +152,7 @@ class Attempt:
             case wire.Prepared() | wire.Reached():
                 # The start time-out applies to each step of the start separately.
                 self.started_at = time.monotonic()
-                self.deadline = self.started_at + self.job.start_timeout_s
+                self.deadline = self.started_at + self.limit_s
                 self.advance(lambda: self.startup.step(node_rank, message))
             case wire.Started():
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
@@ -184,11 +201,23 @@ class Attempt:
 
     def _on_report(self, rank: int, report: RankReport) -> None:
         """Handle a rank's report."""
+        if rank in self.joiners.ranks:
+            self._on_joiner(rank, report)
+            return
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
             return
         if not self.ours:
             self.story.session_opened()
+        if report["report"] == "replicas" and self.ours:
+            groups = report["groups"]
+            self.groups = [
+                range(first, first + count * max(stride, 1), max(stride, 1)) for first, count, stride in groups
+            ]
+            self.unique = report["why"]
+            return
+        if report["report"] == "waiting" and report["of"] == self.number:
+            self._on_waiting(rank)
         if report["report"] == "joined":
             self.roster.arrived.add(rank)
             self.roster.joined.add(rank)
@@ -201,6 +230,9 @@ class Attempt:
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
         """Record the end of a rank, even of one that was already counted as lost with its node."""
+        if message.rank in self.joiners.ranks:
+            self.joiners.lose(message.rank, f"ended with {message.signal or message.code}")
+            return
         self.roster.end(message.rank)
         if session := not self.ours and message.steps is not None:
             self.story.session_opened()
@@ -232,6 +264,8 @@ class Attempt:
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
+            if self._continues(ending):
+                return
             # during a drain that only makes the run grow, a failure still counts
             why = None if self.growing else self.draining
             reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
@@ -240,6 +274,53 @@ class Attempt:
                 self.ask_first(lambda: self.stop_all(None, reason, grace_s))
             else:
                 self.stop_all(why, reason, grace_s)
+
+    def _continues(self, ending: RankEnd) -> bool:
+        """Return whether the other ranks continue in the next attempt, in the processes that they have."""
+        restart = self.job.restart
+        if restart is None or restart.in_place != "auto" or self.stays is None:
+            return False
+        if self.is_stopping or self.unless_noticed:
+            return False
+        if self.draining is not None and not self.joining:
+            return False
+        found = self.stays(ending)
+        if isinstance(found, str):
+            self.log.tell("not_in_place", attempt=self.number, why=found)
+            return False
+        self.regrouping, self.story.decided_at = found, time.time()
+        return True
+
+    # Joining --------------------------------------------------------------------------------------------------------
+
+    def start_joiners(self, starts: Mapping[int, wire.Start], regroup: Callable[[], Regrouping]) -> None:
+        """Start ranks that join the others once they are ready. `starts`: {node rank: its order}."""
+        self.regroup = regroup
+        self.joiners.begin(starts)
+        for node_rank, start in starts.items():
+            self.send(node_rank, start)
+
+    def _on_joiner(self, rank: int, report: RankReport) -> None:
+        """Handle a joiner's report. Once all joiners are ready, make the other ranks stop after the same step."""
+        if report["report"] != "waiting":
+            return
+        self.joiners.ready.add(rank)
+        if not self.joiners.are_ready or self.is_stopping or self.draining is not None:
+            return
+        self.draining = Stop(exits.REQUEUE, f"{counted(len(self.joiners.ready), 'rank')} joined the others")
+        self.growing = self.joining = True
+        self.drain_deadline = time.monotonic() + DRAIN_S
+        self._tell_all(wire.Hold(self.number))
+
+    def _on_waiting(self, rank: int) -> None:
+        """Handle a rank that waits for the next attempt. It begins when all wait that were told to."""
+        self.waiting.add(rank)
+        if self.waiting < self.roster.running or self.is_stopping:
+            return
+        if self.joining and self.regroup is not None:
+            self.stop, self.regrouping = self.draining, self.regroup()
+        else:
+            self.all_wait_at = time.monotonic()
 
     def _on_swept(self, node_rank: int, message: wire.Swept) -> None:
         """Record that a node has swept: only processes that SIGKILL cannot end are left there."""
@@ -252,6 +333,7 @@ class Attempt:
     def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
         """Record that a node, and with it its remaining ranks, was lost `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
+        self.joiners.lose_node(node_rank, why)
         if not lost:
             return
         self.roster.running -= lost
@@ -336,6 +418,8 @@ class Attempt:
             self.drain_deadline = time.monotonic() + deadline_s
             self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
             self._tell_all(wire.Hold(self.number))
+        if self.stop_at is None:
+            self.joining = False  # save and end instead
         self.draining, self.growing = stop, growing
         self.console.say(f"saving, then stopping: {by}" + ("; press Ctrl-C again to stop at once" * (by == "Ctrl-C")))
         return True
@@ -353,7 +437,7 @@ class Attempt:
             raise ProtocolError("it was not requested")
         if self.stop_at is None:
             self.stop_at = message.steps + 1
-            self._tell_all(wire.StopAt(self.number, self.stop_at))
+            self._tell_all(wire.StopAt(self.number, self.stop_at, regroups=self.joining))
 
     def _tell_all(self, message: wire.ToAgent) -> None:
         for rank, node in enumerate(self.roster.nodes):
@@ -370,6 +454,10 @@ class Attempt:
             return
         if self.draining is not None and now > self.drain_deadline:
             self.stop_all(self.draining, "the ranks did not save in time", self.job.grace_s)
+            return
+        if self.all_wait_at is not None and now > self.all_wait_at + ALL_WAIT_S:
+            why = "the ranks lost the connections to each other"
+            self.stop_all(Stop(exits.UNREACHABLE, why), why, self.job.grace_s)
             return
         self.startup.say_waiting(now, self.deadline)
         over_s, limit_s = now - self.deadline, self.deadline - self.started_at

@@ -1,6 +1,7 @@
 """Decide what to do after an attempt ends: restart (on which nodes, after what delay) or give up (and why). Pure.
 
     the attempt ended        to grow: lost nodes are back                → restart at once; not counted
+    it began in place        and did not complete a step                 → restart at once, all ranks
     the attempt ended        done, stopped, refused, storage, …          → the run ends
     the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
     the same last line       and code of a program, three times          → 93
@@ -48,6 +49,7 @@ class Past:
     committed: bool  # a checkpoint was committed
     outage: bool = False  # nodes, or connections between nodes, were lost
     grown: bool = False  # the attempt was stopped to continue on more nodes
+    unproven: bool = False  # its ranks continued from the attempt before, and completed no step
 
     @property
     def exception(self) -> str:
@@ -88,9 +90,9 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
     verdict = last.verdict
     if last.grown:
         return Decision(verdict, again=True)
-    if settings is None or is_final(verdict):
+    if settings is None or (is_final(verdict) and not last.unproven):
         return Decision(verdict)
-    if not last.outage and (why := _why_hopeless(past, saves=saves)):
+    if not (last.outage or last.unproven) and (why := _why_hopeless(past, saves=saves)):
         return Decision(_hopeless(verdict, why))
     if sum(not each.grown for each in past) > settings.max:
         used = f"; {counted(settings.max, 'restart')} used up (restart.max)" if settings.max else ""
@@ -127,7 +129,7 @@ def is_final(verdict: Verdict) -> bool:
 def in_vain(past: Sequence[Past]) -> int:
     """Count the attempts since the last checkpoint or outage. Failures before an outage may have been part of it."""
     recent = takewhile(lambda each: not (each.committed or each.outage), reversed(past))
-    return sum(not each.grown for each in recent)
+    return sum(not (each.grown or each.unproven) for each in recent)
 
 
 def outages(past: Sequence[Past]) -> int:

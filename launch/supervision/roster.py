@@ -26,6 +26,16 @@ class Roster:
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
 
+    @property
+    def next_rank(self) -> int:
+        """A number that no rank of the attempt has."""
+        return max(self.node_of) + 1
+
+    def add_node(self, node: NodeState) -> None:
+        """Add a node, whose ranks join the others."""
+        self.nodes.append(node)
+        self.hosts.append(node.place.host)
+
     def check_own(self, node_rank: int, *ranks: int) -> None:
         """Check that a node reports only about its own ranks.
 

@@ -6,13 +6,13 @@
                                                                        │
                                           plans ──→ start messages ←───┘
 
-On one machine there is nothing to reach, so the second step is skipped.
+On one machine there is nothing to reach, so the second step is skipped. So it is if ranks continue in place.
 """
 
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,7 @@ from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableErro
 from muster.jobs.basics.files import write_json, write_text
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
+from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.plan.plan import Context, NodeMachine, NodePlan, plan_nodes, start_message
@@ -119,6 +120,8 @@ class Startup:
             self._learn_master(message.addresses)
         except MusterError as error:
             return Stop(error.exit_code, str(error))
+        if self.context.adopted:
+            return self._start()
         if not message.bound and not self.context.placement.one_host:
             address = self.context.placement.master_addr
             self.warn(f"{self.roster.hosts[0]}: has no address {address}; the store listens on all of its addresses")
@@ -234,17 +237,45 @@ class Startup:
             if context.entry is None:
                 context.run.make_files()
             write_json(attempt.placement, context.placement.to_json())
-            chosen = context.options.get("resume") or {}
-            write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
+            if not context.adopted:  # without this file, all checkpoints of the attempt before count
+                chosen = context.options.get("resume") or {}
+                write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
         except MusterError as error:
             return Stop(error.exit_code, str(error))
         self.begun = True
         self.announce(plans)
-        for number, plan in enumerate(plans):
-            start = start_message(context, plan, store=machines[0].torch, master_port=self.port)
+        starts = [start_message(context, plan, store=machines[0].torch, master_port=self.port) for plan in plans]
+        if context.adopted:  # ranks wait already
+            for number, start in enumerate(starts):
+                self.send(number, start)
+        for number, start in enumerate(starts):
             write_json(attempt.command(number), vars(start))
-            self.send(number, start)
+            if not context.adopted:
+                self.send(number, start)
         return None
+
+    def joiners(self, numbers: Mapping[int, int]) -> dict[int, wire.Start]:
+        """Return the orders that start ranks besides those that train. `numbers`: {rank: node rank}."""
+        nodes, places, first_rank = [*dict.fromkeys(numbers.values())], list[NodePlacement](), 0
+        for number in nodes:
+            place = self.roster.nodes[number].place
+            places.append(replace(place, node_rank=len(places), first_rank=first_rank))
+            first_rank += place.ranks
+        placement = replace(self.context.placement, nodes=tuple(places), world_size=first_rank)
+        options = {**self.context.options, "waits": True, "resume": None, "in_place": None}
+        context = replace(self.context, placement=placement, options=options, adopted={})
+        states = [self.roster.nodes[number] for number in nodes]
+        machines = [machine_of(each.hello, each.reached) for each in states if each.hello is not None]
+        found = {}
+        for number, plan in zip(nodes, plan_nodes(context, machines, self.port), strict=True):
+            start, attempt = start_message(context, plan, store=False, master_port=0), plan.run.attempt(context.attempt)
+            mine = [rank for rank, node in numbers.items() if node == number]
+            ranks = tuple(  # the last ranks of the node; their places are known only when they join
+                {**each, "rank": rank, "out": str(attempt.out(rank)), "err": str(attempt.err(rank))}
+                for rank, each in zip(mine, start.ranks[-len(mine) :], strict=True)
+            )
+            found[number] = replace(start, node=number, ranks=ranks, console=(), joins=True)
+        return found
 
     def announce(self, plans: list[NodePlan]) -> None:
         """Print which rank runs on which node, and log the start of the attempt."""

@@ -21,6 +21,7 @@ from muster.launch.supervision.console import Console
 from muster.launch.supervision.run_nodes import NodeState
 
 TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that contain a duration
+LIVING: Final = "living ranks"  # in place of a checkpoint's name
 SAVED: Final = "saved after step"  # in the message of a drain whose save succeeded
 
 
@@ -32,11 +33,13 @@ class Story:
         self.log = log
         self.console = console
         self.number = context.attempt
-        chosen = context.options.get("resume") or {}
+        chosen = context.options.get("resume") or context.options.get("in_place") or {}
         self.origin: str | None = chosen.get("checkpoint")
         self.origin_step: int = chosen.get("step", 0)
         self.first_step: int | None = None
         self.saved_step: int | None = None
+        self.regrouped: int | None = None  # the steps of the state with which living ranks continued
+        self.saved: str | None = None  # the newest checkpoint of this attempt
         self.has_session = False  # the program has opened a session
         self.failed_at: float | None = None  # Unix seconds, on the supervisor's clock
         self.failed_step: int | None = None
@@ -68,10 +71,12 @@ class Story:
             return
         if what == "first_step":
             self.first_step = report["step"]
+        elif what == "regrouped":
+            self.regrouped = report["step"]
         elif what in TIMES:
             self.times[TIMES[what]] = round(report["seconds"], 3)
         elif what == "saved":
-            self.saved_step = report["step"]
+            self.saved_step, self.saved = report["step"], report["checkpoint"]
         tell = self.log.tell if what == "missed" else self.log.event
         tell(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
 
@@ -88,10 +93,22 @@ class Story:
         except UntrustedError:  # the file was replaced by another user; use the ranks' reports
             row = {}
         logged = number(row.get("step")) or 0 if row.get("attempt") == self.number else 0
-        return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.origin_step)
+        return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.regrouped or self.origin_step)
 
-    def row(self, nodes: list[NodeState], verdict: Verdict, following: str, over: float) -> dict[str, Any]:
-        """Return the attempt's row without the verdict's record. `over`: when its last rank ended (Unix seconds)."""
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest checkpoint: {"checkpoint": its name or None, "step": n}."""
+        if self.saved_step is None:
+            return {"checkpoint": self.origin, "step": self.origin_step}
+        return {"checkpoint": self.saved, "step": self.saved_step}
+
+    def row(
+        self, nodes: list[NodeState], verdict: Verdict, following: str, over: float, *, in_place: bool = False
+    ) -> dict[str, Any]:
+        """Return the attempt's row without the verdict's record. `over`: when its last rank ended (Unix seconds).
+
+        `in_place`: ranks continue in the next attempt, so that no completed step is lost.
+        """
         times = dict(self.times)
         if self.decided_at is not None:
             if self.failed_at is not None:
@@ -105,11 +122,11 @@ class Story:
             "mode": getattr(settings, "mode_name", None),
             "world_size": self.context.placement.world_size,
             "hosts": [node.host for node in self.context.placement.nodes],
-            "from": self.origin,
-            "from_step": self.origin_step,
+            "from": self.origin if self.regrouped is None else LIVING,
+            "from_step": self.origin_step if self.regrouped is None else self.regrouped,
             "last_step": last,
             "saved_step": self.saved_step,
-            "lost_steps": max(0, last - kept) if verdict.code else 0,
+            "lost_steps": max(0, last - kept) if verdict.code and not in_place else 0,
             "times": times,
             "next": following,
         }

@@ -3,8 +3,9 @@
 `launch/supervision/recovery.py` decides whether there is a next attempt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RefusedError
@@ -13,9 +14,10 @@ from muster.jobs.hosts.placement import Placement
 from muster.jobs.spec.job import Job
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.verdict import Verdict
+from muster.launch.records.verdict import RankEnd, Verdict
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
+from muster.launch.supervision.in_place import Regrouping, missing, regroup, why_not
 from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, largest_part
 from muster.launch.supervision.run_nodes import RunNodes
 
@@ -42,6 +44,8 @@ class Succession:
         decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)
         if not decision.again:
             return decision, None
+        if attempt.regrouping is not None:
+            return replace(decision, delay_s=0.0), NodeChoice(attempt.regrouping.slots)
         choice = self.choose(slots)
         return (Decision(self._too_few(verdict)) if choice is None else decision), choice
 
@@ -54,6 +58,7 @@ class Succession:
         )
         story, first = attempt.story, verdict.first
         self.saves |= story.has_session
+        stayed = attempt.regrouping is not None
         blame, outage = None, False
         if first is None:
             never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
@@ -68,10 +73,49 @@ class Succession:
             verdict,
             blame,
             story.last_step(attempt.roster.nodes),
-            committed=story.saved_step is not None,
+            committed=story.saved_step is not None or (stayed and story.first_step is not None),
             outage=outage,
             grown=attempt.growing and attempt.stop is attempt.draining,
+            unproven=bool(attempt.context.adopted) and story.first_step is None,
         )
+
+    def stays(self, attempt: Attempt, slots: Sequence[int], ending: RankEnd) -> Regrouping | str:
+        """Return how the other ranks continue after a rank or a node was lost, or why they have to restart."""
+        regrouping = self.regrouped(attempt, slots)
+        alive = [slot for slot in slots if self.run_nodes.nodes[slot].is_alive]
+        unproven = [*reversed(self.past)] if attempt.context.adopted and attempt.story.first_step is None else []
+        why = why_not(
+            ending,
+            regrouping,
+            attempt.groups,
+            self.job.restart,
+            unique=attempt.unique,
+            used=sum(not each.grown for each in self.past),
+            tries=len([*takewhile(lambda each: each.unproven, unproven)]) + bool(unproven),
+            nodes=len(alive),
+            least=min(self._least(), len(slots)),
+            misfit=self._misfit_of,
+        )
+        return why or regrouping
+
+    def regrouped(self, attempt: Attempt, slots: Sequence[int]) -> Regrouping:
+        """Number the ranks anew that live, and those that are ready to join them."""
+        joiners = {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ready}
+        nodes = self.run_nodes.nodes
+        running = attempt.roster.running
+        return regroup(attempt.context.placement, slots, running, joiners, lambda slot: nodes[slot].place)
+
+    def can_be_joined(self, attempt: Attempt) -> bool:
+        """Return whether ranks can join those of an attempt, because these train and have copies of all state."""
+        stays = self.job.restart is not None and self.job.restart.in_place == "auto" and bool(attempt.groups)
+        is_free = attempt.draining is None and not attempt.is_stopping
+        return stays and is_free and attempt.story.first_step is not None
+
+    def missing(self, attempt: Attempt, slots: Sequence[int], idle: Collection[int]) -> list[int]:
+        """List the slot of every rank that could join an attempt; empty if the job cannot run on that many ranks."""
+        nodes = self.run_nodes.nodes
+        found = missing(attempt.context.placement, slots, idle, lambda slot: nodes[slot].place.ranks)
+        return [] if self._misfit_of(attempt.context.placement.world_size + len(found)) else found
 
     def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> NodeChoice | None:
         """Choose the next attempt's nodes from `alive` (None: all with an agent). The last attempt ran on `slots`."""
@@ -86,46 +130,62 @@ class Succession:
             avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.run_nodes.cuts))],
             # before any rank has started, a node may only seem lost because its host name is wrong
             revivable=lost if self.begun or len(self.past) > 1 else [],
-            fits=lambda some: bool(some) and self._misfit(some) is None,
+            fits=lambda some: bool(some) and not self._misfit(some),
         )
 
     def _least(self) -> int:
         restart = self.job.restart
         return min((restart.min_nodes if restart else None) or self.job.nodes, self.job.nodes)
 
-    def _misfit(self, slots: Sequence[int]) -> RefusedError | None:
-        """Return why the job cannot run on the ranks of some nodes; None if it can."""
-        world_size = sum(self.run_nodes.nodes[slot].place.ranks for slot in slots)
+    def _misfit(self, slots: Sequence[int]) -> str:
+        """Return why the job cannot run on the ranks of some nodes; "" if it can."""
+        return self._misfit_of(sum(self.run_nodes.nodes[slot].place.ranks for slot in slots))
+
+    def _misfit_of(self, world_size: int) -> str:
         try:
             BY_KEY[self.job.kind].check(self.job.settings, world_size)
         except RefusedError as error:
-            return error
-        return None
+            return str(error)
+        return ""
 
     def _too_few(self, verdict: Verdict) -> Verdict:
         """Return the verdict with the reason why there is no further attempt."""
         alive, least = self.run_nodes.alive(), self._least()
         why = f"{counted(len(alive), 'node')} left, and the job needs {least} (restart.min_nodes)"
-        misfit = self._misfit(alive) if len(alive) >= least else None
-        if misfit is not None:
+        misfit = self._misfit(alive) if len(alive) >= least else ""
+        if misfit:
             why = f"{counted(len(alive), 'node')} left, on which the job cannot continue: {misfit}"
         first, *more = verdict.message.split("\n")
         return replace(verdict, message="\n".join((f"{first}; {why}", *more)))
 
     def announce(
-        self, number: int, verdict: Verdict, decision: Decision, choice: NodeChoice, log: EventLog, console: Console
+        self,
+        number: int,
+        verdict: Verdict,
+        decision: Decision,
+        choice: NodeChoice,
+        log: EventLog,
+        console: Console,
+        regrouping: Regrouping | None = None,
     ) -> None:
         """Print and log which attempt follows, on which nodes, and why."""
         hosts, why = self.run_nodes.hosts(choice.slots), verdict.message.partition("\n")[0]
+        if regrouping is not None:
+            log.event("restarting", attempt=number, delay_s=0.0, hosts=hosts, why=why, in_place=regrouping.world_size)
+            console.say(f"muster: {why}")
+            console.say(f"attempt {number} in place: {counted(regrouping.world_size, 'rank')} continue")
+            return
         log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
         wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         fewer = f": {', '.join(hosts)}" if len(hosts) < self.job.nodes else ""
         console.say(f"muster: {why}")
         console.say(f"attempt {number}{wait} on {counted(len(hosts), 'node')}{fewer}")
 
-    def placement(self, before: Placement, slots: Sequence[int]) -> Placement:
+    def placement(self, before: Placement, slots: Sequence[int], regrouping: Regrouping | None = None) -> Placement:
         """Return the placement of the ranks on the nodes of the next attempt."""
-        nodes, first_rank = [], 0
+        nodes, first_rank = [*(regrouping.nodes if regrouping is not None else ())], 0
+        if regrouping is not None:
+            slots, first_rank = (), regrouping.world_size
         for rank, slot in enumerate(slots):
             place = self.run_nodes.nodes[slot].place
             nodes.append(replace(place, node_rank=rank, first_rank=first_rank))

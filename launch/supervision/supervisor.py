@@ -8,9 +8,9 @@ All events arrive through one inbox, in order. Every wait has a deadline.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
@@ -26,6 +26,7 @@ from muster.launch.records.verdict import RankEnd, Stop, Verdict, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
+from muster.launch.supervision.in_place import Regrouping
 from muster.launch.supervision.inbox import (
     CheckpointChosen,
     Event,
@@ -118,7 +119,9 @@ class Supervisor:
             decision, choice = await self._live_through()
             if choice is None:
                 return decision.verdict
-            if not await self._prepare(decision, choice) or (refused := await self._load()):
+            regrouping = self._current.regrouping
+            ready = self._regroup(regrouping) if regrouping else await self._prepare(decision, choice)
+            if not ready or (not regrouping and (refused := await self._load())):
                 assert self.stop is not None or refused is not None
                 return refused or Verdict(self.stop.code, self.stop.message)  # type: ignore[union-attr]
             self._new_attempt()
@@ -156,13 +159,20 @@ class Supervisor:
         self.run_dir.trim_attempts(self.context.attempt)
         nodes = [self.run_nodes.nodes[slot] for slot in self.slots]
         for node in nodes:
-            node.reached = node.progress = None
+            node.progress = None
+            if not self.context.adopted:
+                node.reached = None
         self.reserve.turn()
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
-        slots = self.slots
-        send: Send = lambda rank, message: self.run_nodes.send(slots[rank], message)  # noqa: E731
+        send: Send = lambda rank, message: self.run_nodes.send(self.slots[rank], message)  # noqa: E731
         ask = None if self.own_job is None else self._ask
-        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask)
+        before = self.attempt
+        stays: Callable[[RankEnd], Regrouping | str] = lambda ending: self.succession.stays(  # noqa: E731
+            self._current, self.slots, ending
+        )
+        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask, stays)
+        if before is not None and before.regrouping is not None:
+            self.attempt.groups = before.regrouping.groups(before.groups)
         if self.stop is not None:  # the stop was requested between two attempts
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
@@ -179,14 +189,40 @@ class Supervisor:
         verdict, final = self._judge(attempt)
         asked = final or self.stop is not None or attempt.told is not None
         decision, choice = self.succession.follow(attempt, self.slots, verdict, asked=asked)
+        if attempt.regrouping is not None and choice is None:  # the run ends: stop the ranks that could continue
+            attempt.stop_all(self.stop, verdict.message, self.job.grace_s)
+            await self._pump(attempt.is_over)
         following = "the run is over"
         if choice is not None:
-            following = f"attempt {attempt.number + 1} on {counted(len(choice.slots), 'node')}"
-        row = attempt.story.row(attempt.roster.nodes, verdict, following, over)
+            on = f"{counted(attempt.regrouping.world_size, 'rank')}, in place" if attempt.regrouping else ""
+            following = f"attempt {attempt.number + 1} on {on or counted(len(choice.slots), 'node')}"
+        in_place = choice is not None and attempt.regrouping is not None
+        row = attempt.story.row(attempt.roster.nodes, verdict, following, over, in_place=in_place)
         self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
         if choice is not None:
-            self.succession.announce(attempt.number + 1, verdict, decision, choice, self.log, self.console)
+            self.succession.announce(
+                *(attempt.number + 1, verdict, decision, choice, self.log, self.console), attempt.regrouping
+            )
         return decision, choice
+
+    def _regroup(self, regrouping: Regrouping) -> bool:
+        """Place the next attempt on the ranks that continue; return False on a stop request."""
+        joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
+        kept = {**self._current.story.newest, "joining": joining}
+        self._turn(regrouping.slots, {"in_place": kept, "resume": None}, regrouping)
+        return self.stop is None
+
+    def _turn(self, slots: tuple[int, ...], options: dict[str, Any], regrouping: Regrouping | None = None) -> None:
+        self.slots = slots
+        self.rank_of = {slot: rank for rank, slot in enumerate(slots)}
+        self.context = replace(
+            self.context,
+            attempt=self.context.attempt + 1,
+            placement=self.succession.placement(self.context.placement, slots, regrouping),
+            spares=(),
+            adopted=regrouping.adopted if regrouping is not None else {},
+            options={**self.context.options, **options},
+        )
 
     def _judge(self, attempt: Attempt) -> tuple[Verdict, bool]:
         """Return the verdict on an attempt, and whether it must be the last one.
@@ -213,10 +249,7 @@ class Supervisor:
         if choice.revive:
             await self._revive()
             choice = self.succession.choose(self.slots) or choice
-        self.slots = choice.slots
-        self.rank_of = {slot: rank for rank, slot in enumerate(choice.slots)}
-        placement = self.succession.placement(self.context.placement, choice.slots)
-        self.context = replace(self.context, attempt=self.context.attempt + 1, placement=placement, spares=())
+        self._turn(choice.slots, {"in_place": None})
         return self.stop is None
 
     async def _revive(self) -> None:
@@ -346,13 +379,35 @@ class Supervisor:
         used = () if attempt.is_over() else self.slots
         self.reserve.tick(now, attempt, used)
         missing = self.job.nodes - len(used)
-        if not used or not missing or not (fit := self.reserve.ready(now, missing)):
+        fit = self.reserve.ready(now, missing) if missing else []
+        if not used or self._tend_joiners(attempt, fit) or not fit:
             return
         choice = self.succession.choose(used, [*used, *fit])
         if choice is not None and len(choice.slots) > len(used):
             names = nodelist.fold(self.run_nodes.hosts(sorted(set(choice.slots) - set(used))))
             text = f"to continue on {counted(len(choice.slots), 'node')}, including {names} again"
             attempt.drain(Stop(exits.REQUEUE, f"stopped {text}"), text, growing=True)
+
+    def _tend_joiners(self, attempt: Attempt, fit: Sequence[int]) -> bool:
+        """Start the ranks that an attempt lacks, if they can join it while it trains; return whether they can."""
+        if not self.succession.can_be_joined(attempt):
+            return False
+        found = self.succession.missing(attempt, self.slots, fit) if attempt.joiners.may_start else []
+        if not found:
+            return True
+        for slot in dict.fromkeys(found):
+            if slot not in self.slots:
+                self.rank_of[slot] = len(self.slots)
+                self.slots = (*self.slots, slot)
+                attempt.roster.add_node(self.run_nodes.nodes[slot])
+        numbers = dict(enumerate(found, attempt.roster.next_rank))
+        try:
+            starts = attempt.startup.joiners({rank: self.rank_of[slot] for rank, slot in numbers.items()})
+        except MusterError as error:
+            self.log.event("not_joined", attempt=attempt.number, rank=min(numbers), why=str(error))
+            return False
+        attempt.start_joiners(starts, lambda: self.succession.regrouped(attempt, self.slots))
+        return True
 
     def _on_stop(self, request: StopRequest) -> None:
         """Stop the run on request. On the first request, save first if possible; on a second one, stop at once."""

@@ -259,7 +259,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Start:
-    """An order to start this node's ranks, from launch/plan/plan.py. `ranks` go unchanged to the rank parent."""
+    """An order to start this node's ranks, from launch/plan/plan.py. `ranks` go unchanged to the rank parent.
+
+    `joins`: start them besides the ranks that work, to wait until they can join.
+    """
 
     attempt: Attempt
     node: Count
@@ -272,6 +275,7 @@ class Start:
     warm: Warm
     console: tuple[Rank, ...]
     ranks: Annotated[tuple[dict[str, Any], ...], Bound(most=1 << 12)]
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -283,10 +287,11 @@ class Hold:
 
 @dataclass(frozen=True)
 class StopAt:
-    """An order to make every rank save and end after `steps` steps."""
+    """An order to make every rank save and end after `steps` steps; `regroups`: wait for the next attempt instead."""
 
     attempt: Attempt
     steps: Count
+    regroups: bool = False
 
 
 @dataclass(frozen=True)

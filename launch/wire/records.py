@@ -88,6 +88,36 @@ class FirstStep(TypedDict):
     step: Count
 
 
+class ReplicaGroups(TypedDict):
+    """The groups of ranks with copies of the same state, as (first, count, stride): one of each must live.
+
+    `why`: the reason if there are none.
+    """
+
+    report: Literal["replicas"]
+    groups: Annotated[tuple[tuple[Rank, Rank, Rank], ...], Bound(most=1 << 12)]
+    why: Text
+
+
+class Waiting(TypedDict):
+    """A rank has left attempt `of` after `step` complete steps, and waits for the next one."""
+
+    report: Literal["waiting"]
+    of: Attempt
+    step: Count
+    why: Text
+
+
+class Regrouped(TypedDict):
+    """All ranks have the state of living ranks after `step` steps. `redone`: how many ranks were a step behind."""
+
+    report: Literal["regrouped"]
+    step: Count
+    redone: Count
+    source: Rank
+    seconds: Seconds
+
+
 class Replayed(TypedDict):
     """Steps of an earlier attempt have been repeated."""
 
@@ -118,7 +148,18 @@ class Missed(TypedDict):
     message: Text
 
 
-RankReport = StepReport | Arrived | FirstStep | CheckpointSaved | Loaded | Replayed | Missed  # see jobs/node/reports.py
+RankReport = (  # see jobs/node/reports.py
+    StepReport
+    | Arrived
+    | FirstStep
+    | CheckpointSaved
+    | Loaded
+    | Replayed
+    | Missed
+    | ReplicaGroups
+    | Waiting
+    | Regrouped
+)
 
 
 class _Failure(TypedDict):

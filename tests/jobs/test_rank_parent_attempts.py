@@ -38,6 +38,17 @@ while page.own.stop_at < 0:
 print("stop at", page.own.stop_at)
 sys.exit(75)
 """
+ADOPTED = """
+import sys
+from muster.jobs.node import orders, page
+from muster.jobs.node.rank_start import become_another
+orders.own.listen()
+print("ready")
+order = orders.own.next(20.0)
+become_another(order)
+print(f"rank {order['rank']}, hold {page.own.hold}")
+sys.exit(0)
+"""
 POWERLESS = """
 import socket, sys
 from muster.jobs.node import rank_parent
@@ -103,6 +114,20 @@ def test_ranks_hold_and_then_hear_after_which_step_to_end(warm: Warm) -> None:
     records = warm.end_of(0, 1)
     assert [(record["code"], record["sent"], record["steps"]) for record in records] == [(75, None, 3)] * 2
     assert warm.out(0).read_text() == warm.out(1).read_text() == "ready\nstop at 4\n"
+
+
+def test_a_rank_continues_as_another_and_the_others_end(warm: Warm) -> None:
+    pids = warm.start(warm.rank(0, code=ADOPTED), warm.rank(1, code=ADOPTED))
+    warm.wait_for_output(0)
+    warm.wait_for_output(1)
+    warm.tell({"do": "hold"})
+    again = {**warm.rank(0, code=ADOPTED), "adopt": 1, "out": str(warm.out(7)), "err": str(warm.err(7))}
+    assert warm.start(again, {**again, "rank": 1, "adopt": 5}, attempt=1) == {0: pids[1]}
+    (gone,) = warm.end_of(1)  # rank 5 of the last attempt, which was to become rank 1, does not exist
+    assert (gone["attempt"], gone["signal"], gone["sent"]) == (1, "SIGKILL", None)
+    assert warm.end_of(0)[0]["code"] == 0
+    assert warm.out(7).read_text() == "rank 0, hold 0\n"
+    wait_until(lambda: start_ticks(pids[0]) is None, "the end of the rank that does not continue")
 
 
 def test_how_far_a_rank_came_is_told_with_its_end_however_it_ended(warm: Warm) -> None:

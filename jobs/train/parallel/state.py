@@ -97,6 +97,16 @@ class ModelState:
         # A range of a tensor that is not row-major is a copy, which would be stale after the next step.
         return deal(own, shared, rank=rank, ranks=ranks), all(part.tensor.is_contiguous() for part in shared)
 
+    def copies(self) -> list[TensorPart]:
+        """List all state of this rank's layers, which must be whole here, also what other ranks would save."""
+        module = self.replica.module
+        return [
+            *buffer_parts(module),
+            *self._more(),
+            *parameter_parts(module),
+            *optimizer_parts(module, self.optimizer),
+        ]
+
     def wanted(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
         """List the parts of a checkpoint that this rank loads, to be filled in place.
 

@@ -92,9 +92,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
         story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None, times={}, has_session=False)
+        alone = {"regrouping": None, "context": SimpleNamespace(adopted={})}
         stopped = {"tick": lambda now, late_s: None, "growing": False, "stop": None, "draining": None}
         roster = SimpleNamespace(nodes=made.run_nodes.nodes)
-        made.attempt = SimpleNamespace(**over, **stopped, story=story, roster=roster, hangs=SimpleNamespace(hang=None))  # type: ignore[assignment]
+        made.attempt = SimpleNamespace(
+            **over, **stopped, **alone, story=story, roster=roster, hangs=SimpleNamespace(hang=None)
+        )  # type: ignore[assignment]
         made.succession.begun = True
         made.succession.past.append(Past(Verdict(exits.UNREACHABLE, "silent"), LOST, 120, committed=True))
         return made

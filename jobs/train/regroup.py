@@ -1,0 +1,294 @@
+"""Continue in the same process when ranks are lost or join: keep the state, wait for an order, form another group.
+
+    step n ─ step n+1 ─x      a connection broke, or the supervisor cut it: drop the group, report, wait for an order
+                       └─ order: rank, world size, store ─ join ─ build ─ newest state of a living rank ─ step n+1
+
+The ranks that continue have done n or n + 1 steps, because a step needs all of them. The newest state counts. Other
+ranks, and those that have just started, receive it from a rank that has it, as the parts of a checkpoint. So at most
+one step is repeated. Wrappers, optimizer and graphs are built anew, as after the start.
+"""
+
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.hosts import ranks
+from muster.jobs.node import page
+from muster.jobs.node.orders import Orders
+from muster.jobs.node.page import Phase
+from muster.jobs.node.rank_start import become_another
+from muster.jobs.node.reports import Reporter
+from muster.jobs.tensors.modules import persistent_buffers
+from muster.jobs.tensors.parts import TensorPart, dtype_of
+from muster.jobs.train.data import Data
+from muster.jobs.user import code
+from muster.jobs.world.connections import GroupConnections, leave_group
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.guard import complain
+from muster.jobs.world.world import World
+
+if TYPE_CHECKING:
+    from muster.jobs.train.loop import Trainer
+
+PATIENCE_S: Final = 30.0  # how long to wait for an order; the supervisor decides earlier
+NONE: Final = -1
+COPIED: Final = ("gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp")  # syncs that replicate all state
+FIRST: Final = (0, 1, 1)  # the group of rank 0
+
+
+class Interrupted(Exception):
+    """The attempt has ended for this rank, which can continue in the next one."""
+
+
+@dataclass(frozen=True)
+class NewestState:
+    """The steps done at the newest state, the ranks that have it, and those that lack it."""
+
+    done: int
+    holders: Sequence[int]
+    others: Sequence[int]
+    evaluated: bool  # all holders have completed the evaluation that follows this step, if there is one
+
+    @classmethod
+    def of(cls, told: Sequence[Sequence[int]]) -> "NewestState":
+        """Choose the newest of the states that all ranks have told: (steps done, step of the last evaluation). Pure.
+
+        Raises:
+            MusterError: if no rank has a state.
+        """
+        newest = max(done for done, _ in told)
+        if newest == NONE:
+            raise MusterError("no rank has kept the state of the last attempt")
+        holders = [rank for rank, (done, _) in enumerate(told) if done == newest]
+        others = [rank for rank in range(len(told)) if rank not in holders]
+        return cls(newest, holders, others, all(told[rank][1] == newest for rank in holders))
+
+    def routes(self, *, one_root: bool) -> list[tuple[int, ...]]:
+        """List the ways of the state: from a holder to a rank that lacks it, or (`one_root`) from one holder to all.
+
+        NCCL would create a communicator for every pair, and cannot reliably abort several at once.
+        """
+        if one_root:
+            root = self.holders[0]
+            every = (root, *(rank for rank in (*self.holders, *self.others) if rank != root))
+            return [every] if self.others else []
+        return [(self.holders[index % len(self.holders)], rank) for index, rank in enumerate(self.others)]
+
+
+class LivingState:
+    """What a rank keeps while it passes from one attempt to the next. `stays`: the job lets ranks continue."""
+
+    def __init__(self, orders: Orders, *, stays: bool) -> None:
+        self.orders = orders
+        self.stays = stays and orders.are_possible
+        self.trainer: Trainer | None = None
+        self.data: Data | None = None
+        self.done = NONE
+        self.evaluated = NONE
+        self._in_step = False
+        self._has_passed = False  # this is not the first attempt of this process
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the step in progress
+        self._connections = GroupConnections()
+        if self.stays:
+            # With NCCL's own handling, a lost peer would end this process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            orders.listen()
+
+    # In a step ------------------------------------------------------------------------------------------------------
+
+    def hold(self, trainer: "Trainer", done: int) -> None:
+        """Hold the state of a trainer after `done` steps."""
+        self.trainer, self.done, self._in_step = trainer, done, False
+        buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
+        self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
+        is_checked = self.stays and trainer.engine.graphed is None
+        trainer.engine.before_update = self.check if is_checked else None
+
+    @cached_property
+    def own_code(self) -> dict[str, str]:
+        """The user's own files, as they were when this process first began to train as rank 0."""
+        return code.files_of(Path.cwd())
+
+    @property
+    def device_index(self) -> int | None:
+        """The index of the CUDA device of the state; None without a state, or on CPUs."""
+        return None if self.trainer is None else self.trainer.world.device.index
+
+    def check(self) -> None:
+        """Wait until the device has done its work so far, and check that no collective in it was aborted.
+
+        An order comes before it aborts collectives. So without an order, all of them have ended as they should.
+
+        Raises:
+            Interrupted: if an order has come.
+        """
+        if not self.stays:
+            return
+        if self.trainer is not None and self.trainer.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self.orders.has_come:
+            raise Interrupted("the group has ended")
+
+    def begin(self, trainer: "Trainer", done: int, reporter: Reporter) -> None:
+        """Hold the state of a trainer, and report which ranks have copies of it."""
+        self.hold(trainer, done)
+        if self.stays and trainer.world.rank == 0:
+            reporter.replicas(*replicas_of(trainer))
+
+    def begin_step(self) -> None:
+        """Copy what a forward changes, which are the running statistics of batch norms."""
+        self._in_step = True
+        for buffer, room in self._buffers:
+            room.copy_(buffer)
+
+    def step_done(self, done: int) -> None:
+        """Record that this rank has updated its parameters, for the `done`-th time."""
+        self.done, self._in_step = done, False
+        if self._has_passed:  # what the last attempt has left in cycles of references, such as data-loader processes
+            self._has_passed = False
+            gc.collect()
+
+    def undo_step(self) -> None:
+        """Undo what an incomplete step has changed."""
+        if self._in_step:
+            for buffer, room in self._buffers:
+                buffer.copy_(room)
+        self._in_step = False
+
+    # Between two attempts -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let an order interrupt the work in this context.
+
+        Raises:
+            Interrupted: if the attempt has ended, but this rank can continue.
+        """
+        if not self.stays:
+            yield
+            return
+        self._connections = GroupConnections()
+        self.orders.work(self._connections.cut)
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception as error:
+            lost = self.trainer is not None and is_lost_connection(error)
+            if not lost and not self.orders.has_come:
+                raise
+            raise Interrupted(str(error).partition("\n")[0]) from error
+
+    def connected(self) -> None:
+        """Record that the group of this attempt is complete."""
+        self._connections.complete()
+
+    def next_order(
+        self, why: str, reporter: Reporter, *, timeout_s: float | None = PATIENCE_S
+    ) -> Mapping[str, Any] | None:
+        """Leave the group, and wait for an order; return None if none comes."""
+        self._connections.cut()  # the other ranks notice at once
+        page.own.enter(Phase.START)
+        why = why.split(". This is typically")[0]  # gloo's advice
+        reporter.waiting(of=ranks.read(os.environ).attempt, step=max(self.done, 0), why=why)
+        complain(f"muster: after step {max(self.done, 0)}: {why}; waiting for the next attempt")
+        order = self.orders.next(timeout_s)
+        if order is not None:
+            leave_group()
+            become_another(order)
+            self._has_passed = True
+        return order
+
+
+def replicas_of(trainer: "Trainer") -> tuple[list[tuple[int, int, int]], str]:
+    """List the groups of ranks of which one must live, as (first, count, stride); none, and why, if all must."""
+    engine, world = trainer.engine, trainer.world
+    if engine.graphed is not None:  # the host could not check the gradients before the update
+        return [], "steps are recorded as CUDA graphs"
+    if trainer.settings.sync not in COPIED or engine.stages is not None or world.tensor > 1:
+        return [], "no rank has a copy of the state of another"
+    # Only rank 0 has the running statistics of batch norms.
+    buffers = any(True for _ in persistent_buffers(engine.module))
+    return [(0, world.size, 1), *([FIRST] if buffers else [])], ""
+
+
+def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
+    """Give a new trainer the newest state of any rank: a collective. Then the rank keeps the new trainer's state.
+
+    Raises:
+        MusterError: if no rank has a state.
+        RefusedError: if the state belongs to another model.
+    """
+    began_s, world, engine = time.monotonic(), trainer.world, trainer.engine
+    told = world.gather(torch.tensor([living.done, living.evaluated], device=world.device))
+    source = NewestState.of([each.tolist() for each in told])
+    if living.done == source.done:
+        living.undo_step()
+    own = {} if living.trainer is None else {part.piece.name: part for part in living.trainer.engine.state.copies()}
+    # Rank 0's batch norms have already seen the step that other ranks have completed.
+    buffers = {f"model/{name}" for name, _ in persistent_buffers(engine.module)} if world.rank == 0 else set()
+    for route in source.routes(one_root=world.device.type == "cuda"):
+        received = pass_on(own, route, world)
+        if world.rank in route and world.rank in source.others:
+            own = received | {name: part for name, part in own.items() if name in buffers}
+    for part in engine.wanted_state({name: part.piece for name, part in own.items()}):
+        with torch.no_grad():
+            part.tensor.copy_(own[part.piece.name].tensor)
+    engine.replica.refresh()
+    behind = sum(0 <= done < source.done for done, _ in (each.tolist() for each in told))
+    living.hold(trainer, source.done)
+    if world.rank == 0:
+        seconds = time.monotonic() - began_s
+        reporter.regrouped(step=source.done, redone=behind, source=source.holders[0], seconds=seconds)
+    return source
+
+
+def pass_on(own: Mapping[str, TensorPart], route: Sequence[int], world: World) -> dict[str, TensorPart]:
+    """Pass whole tensors on from the first rank of a route to its other ranks, after a list of their names and shapes.
+
+    Ranks that are not on the route do nothing.
+    """
+    if world.rank not in route:
+        return {}
+    has = world.rank == route[0]
+    pieces = [(part.piece.name, part.piece.dtype, part.piece.shape) for part in own.values()] if has else []
+    text = torch.frombuffer(bytearray(json.dumps(pieces).encode()), dtype=torch.uint8).to(world.device)
+    size = torch.tensor([text.numel()], device=world.device)
+    _move(size, route, world)
+    text = text if has else torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    _move(text, route, world)
+    parts = {}
+    for name, dtype, shape in json.loads(bytes(text.tolist())):
+        piece = whole(name, dtype, tuple(shape))
+        tensor = own[name].tensor if has else torch.empty(piece.shape, dtype=dtype_of(piece), device=world.device)
+        if piece.nbytes:
+            _move(_bytes(tensor).to(world.device), route, world)
+        parts[name] = TensorPart(piece, tensor)
+    return parts
+
+
+def _move(tensor: Tensor, route: Sequence[int], world: World) -> None:
+    """Copy a tensor of the first rank of a route to the others: to all ranks, or to one."""
+    if len(route) == world.size:
+        dist.broadcast(tensor, route[0], group=world.group)
+    elif world.rank == route[0]:
+        dist.send(tensor, route[1], group=world.group)
+    else:
+        dist.recv(tensor, route[0], group=world.group)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

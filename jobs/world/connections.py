@@ -1,0 +1,80 @@
+"""The network connections that a rank opens for one process group, and how to close them from another thread.
+
+gloo cannot abort a collective. But if a connection closes, the collective fails at once, here and at the other end.
+NCCL can abort its communicator: its kernels end, with wrong results, and the host continues. So nothing that follows a
+collective on the device may change the state before the host has seen the collective's end.
+"""
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+OPEN: Final = Path("/proc/self/fd")
+FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+
+
+class GroupConnections:
+    """The TCP connections opened since this object was made, or until `complete` was called."""
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._opened: frozenset[int] | None = None  # None: connections are still being made
+        self._is_aborted = False
+
+    def complete(self) -> None:
+        """Record that all connections have been made. Those that are opened later belong to something else."""
+        self._opened = _sockets() - self._before
+
+    def cut(self) -> None:
+        """Shut down all of these connections, and abort NCCL's communicator."""
+        group = dist.group.WORLD
+        if group is not None and not self._is_aborted and dist.get_backend() == "nccl":
+            self._is_aborted = True
+            group.abort()
+        for descriptor in _descriptors():
+            with suppress(OSError):  # another thread has closed it
+                copy = os.dup(descriptor)  # so that the number cannot be reused meanwhile
+                try:
+                    inode = _inode(copy)
+                    is_ours = inode not in self._before if self._opened is None else inode in self._opened
+                    if inode and is_ours:
+                        _shut_down(copy)
+                finally:
+                    os.close(copy)
+
+
+def leave_group() -> None:
+    """Forget the process group of this process, so that another one can be created."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _sockets() -> frozenset[int]:
+    """Return the inodes of this process's sockets."""
+    return frozenset(inode for inode in map(_inode, _descriptors()) if inode)
+
+
+def _descriptors() -> list[int]:
+    return [int(path.name) for path in OPEN.iterdir()]
+
+
+def _inode(descriptor: int) -> int:
+    """Return the inode of a socket; 0 if the descriptor is closed or something else."""
+    with suppress(OSError):
+        status = os.fstat(descriptor)
+        return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
+    return 0
+
+
+def _shut_down(descriptor: int) -> None:
+    """Shut down a TCP connection. Leave sockets alone that listen, or belong to another family."""
+    connection = socket.socket(fileno=os.dup(descriptor))
+    with connection:
+        is_tcp = connection.family in FAMILIES and connection.type == socket.SOCK_STREAM
+        if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)

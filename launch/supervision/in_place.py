@@ -1,0 +1,115 @@
+"""Decide whether the ranks that are left continue without those that were lost, and number them anew. Pure.
+
+    attempt 0    node 0: ranks 0 1    node 1: ranks 2 3        rank 1 is killed
+    attempt 1    node 0: rank  0      node 1: ranks 1 2        the same processes, with the state that they have
+                 node 0: rank  3 starts, and waits
+    attempt 2    node 0: ranks 0 1    node 1: ranks 2 3        rank 3 has become rank 1, and receives the state
+
+Ranks that hold the same state form a group (`jobs/train/regroup.py` reports them). As long as one rank of each group
+lives, nothing is lost. In all other cases the run restarts from the newest checkpoint.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from muster.jobs.basics.words import counted, spell_ranks
+from muster.jobs.hosts.placement import NodePlacement, Placement
+from muster.jobs.spec.failover import RestartSettings
+from muster.launch.records.verdict import RankEnd
+
+TRIES: Final = 2  # attempts in a row that may begin in place without completing a step
+
+Groups = Sequence[Collection[int]]
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """The ranks of the next attempt. `adopted`: {rank there: rank in the ended attempt} of those that continue."""
+
+    slots: tuple[int, ...]
+    nodes: tuple[NodePlacement, ...]
+    adopted: Mapping[int, int]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(node.ranks for node in self.nodes)
+
+    def groups(self, before: Groups) -> list[frozenset[int]]:
+        """Return the groups of the ended attempt, with the ranks that continue under their new numbers."""
+        return [frozenset(rank for rank, old in self.adopted.items() if old in group) for group in before]
+
+
+def regroup(
+    placement: Placement,
+    slots: Sequence[int],
+    living: Collection[int],
+    joiners: Mapping[int, int],
+    place: Callable[[int], NodePlacement],
+) -> Regrouping:
+    """Number the living ranks of an attempt anew, in their old order. Nodes without a rank are left out.
+
+    `joiners`: {number so far: slot} of ranks that wait to join. They come last on their node, and nodes with none but
+    joiners come last, so that rank 0 has the state. `place(slot)`: the node of a slot.
+    """
+    here = {
+        slot: [rank for rank in node.rank_range if rank in living]
+        for slot, node in zip(slots, placement.nodes, strict=False)
+    }
+    for rank, slot in sorted(joiners.items()):
+        here.setdefault(slot, []).append(rank)
+    kept = [slot for slot, ranks in here.items() if ranks]
+    kept.sort(key=lambda slot: all(rank in joiners for rank in here[slot]))
+    nodes, adopted = list[NodePlacement](), dict[int, int]()
+    for slot in kept:
+        first = len(adopted)
+        adopted |= {first + index: rank for index, rank in enumerate(here[slot])}
+        nodes.append(replace(place(slot), node_rank=len(nodes), first_rank=first, ranks=len(here[slot])))
+    return Regrouping(tuple(kept), tuple(nodes), adopted)
+
+
+def missing(placement: Placement, slots: Sequence[int], idle: Collection[int], full: Callable[[int], int]) -> list[int]:
+    """List the slot of every rank that an attempt lacks: on its own nodes, and on `idle` ones that could take part.
+
+    `full(slot)`: the number of ranks of a node.
+    """
+    has = {slot: node.ranks for slot, node in zip(slots, placement.nodes, strict=False)}
+    return [slot for slot in (*slots, *idle) for _ in range(full(slot) - has.get(slot, 0))]
+
+
+def why_not(
+    ending: RankEnd,
+    regrouping: Regrouping,
+    groups: Groups,
+    settings: RestartSettings | None,
+    *,
+    unique: str,
+    used: int,
+    tries: int,
+    nodes: int,
+    least: int,
+    misfit: Callable[[int], str],
+) -> str:
+    """Return why the other ranks cannot continue after the first failure of an attempt; "" if they can.
+
+    `unique`: why there are no groups. `used`: restarts so far. `tries`: attempts in a row that began in place and
+    completed no step. `nodes`: nodes that are left, and `least` how many the job needs. `misfit(n)`: why the job cannot
+    run on n ranks, or "".
+    """
+    if settings is None or settings.in_place != "auto":
+        return "restart.in_place is not set"
+    if ending.cause != "own" or ending.hung or (ending.rank is not None and ending.signal in (None, "SIGTERM")):
+        return "the failure may be one of the program"
+    if used >= settings.max:
+        return "restart.max is used up"
+    if tries >= TRIES:
+        return f"{counted(tries, 'attempt')} in a row began in place and completed no step"
+    if not groups:
+        return unique or "the ranks have not begun to train"
+    alive = set(regrouping.adopted.values())
+    if lost := [group for group in groups if not alive.intersection(group)]:
+        return f"no living rank has the state of {spell_ranks(sorted(lost[0])[:8])}"
+    if nodes < least:
+        return f"{counted(nodes, 'node')} left, and the job needs {least} (restart.min_nodes)"
+    return misfit(regrouping.world_size)

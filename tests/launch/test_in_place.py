@@ -1,0 +1,179 @@
+"""Ranks that continue in place: real agents, ranks and gloo, and the bits of an uninterrupted run."""
+
+import json
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.jobs.basics.files import read_lines
+from support.live import LiveRun, wait_until
+from support.resuming import hashes
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+STEPS = 60
+MODEL = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1}
+TRAIN: dict[str, Any] = {
+    "model": MODEL,
+    "data": "synthetic",
+    "mode": "allreduce",
+    "exact": True,
+    "virtual_ranks": 12,
+    "batch_size": 24,
+    "steps": STEPS,
+    "log_every": 1,
+    "evaluate": False,
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+}
+
+
+def job(*, nodes: int = 1, ranks: int = 4, train: dict[str, Any] | None = None, **restart: Any) -> str:
+    described = {
+        "nodes": nodes,
+        "ranks_per_node": ranks,
+        "grace_s": 1.0,
+        "train": {**TRAIN, **(train or {})},
+        "checkpoint": {"every_steps": 20},
+        "restart": {"max": 5, "backoff": 0.0, "in_place": "auto", **restart},
+    }
+    return json.dumps(described)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the hashes of the last checkpoint of a run of one rank, for some settings."""
+
+    @cache
+    def of(text: str) -> dict[str, str]:
+        live = LiveRun(tmp_path_factory.mktemp("whole"), job(ranks=1, train=json.loads(text)))
+        assert live.end() == 0, live.err
+        return hashes(live.run.path)
+
+    return lambda train: of(json.dumps(train))
+
+
+def wait_step(live: LiveRun, step: int, attempt: int | None = None) -> None:
+    wait_until(lambda: step_of(live, attempt) >= step, f"step {step}")
+
+
+def step_of(live: LiveRun, attempt: int | None = None) -> int:
+    rows = read_lines(live.run.metrics)
+    return max((row["step"] for row in rows if attempt in (None, row["attempt"])), default=0)
+
+
+def pids(live: LiveRun, attempt: int) -> dict[int, int]:
+    """Return {rank: pid} of the newest start messages of an attempt."""
+    wait_until(lambda: [row for row in live.events("joined") if row["attempt"] == attempt], f"attempt {attempt}")
+    rows = [row for row in live.events("started") if row["attempt"] == attempt]
+    return {int(rank): int(pid) for row in rows for rank, pid in row["ranks"]}
+
+
+def kill(live: LiveRun, attempt: int, rank: int) -> None:
+    os.kill(pids(live, attempt)[rank], signal.SIGKILL)
+
+
+def no_step_is_repeated(live: LiveRun) -> None:
+    steps = [row["step"] for row in read_lines(live.run.metrics)]
+    assert steps == sorted(steps), steps
+    assert len(steps) - len(set(steps)) <= len(live.events("regrouped"))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_three_of_four_ranks_continue_and_the_fourth_joins_them(
+    tmp_path: Path, uninterrupted: Any, victim: int
+) -> None:
+    live = LiveRun(tmp_path, job())
+    before = pids(live, 0)
+    wait_step(live, 10)
+    kill(live, 0, victim)
+    assert live.end() == 0, live.err
+    first, second, third = read_lines(live.run.attempts)
+    assert first["next"] == "attempt 1 on 3 ranks, in place"
+    assert (first["lost_steps"], second["world_size"], third["world_size"]) == (0, 3, 4)
+    after = pids(live, 2)
+    assert [after[rank] for rank in range(3)] == [pid for rank, pid in before.items() if rank != victim]
+    assert live.events("loaded") == []  # nothing came from the disk
+    no_step_is_repeated(live)
+    assert hashes(live.run.path) == uninterrupted({})
+    assert live.left() == []
+
+
+def test_a_second_rank_is_lost_while_the_others_regroup(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job())
+    wait_step(live, 10)
+    kill(live, 0, 2)
+    live.wait_for("restarting")
+    kill(live, 0, 1)
+    assert live.end() == 0, live.err
+    sizes = [row["world_size"] for row in read_lines(live.run.attempts)]
+    assert sizes in ([4, 3, 2, 4], [4, 3, 3, 4], [4, 3, 2, 3, 4])  # the replacement of the first may be ready by then
+    assert live.events("loaded") == []
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+def test_a_joining_rank_is_killed_and_another_one_joins(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1))
+    wait_step(live, 10)
+    kill(live, 0, 2)
+    (joining,) = live.wait_for("joining")
+
+    def joiner() -> list[int]:
+        rows = [row["ranks"] for row in live.events("started") if row["attempt"] == joining["attempt"]]
+        return [int(pid) for ranks in rows for rank, pid in ranks if int(rank) in joining["joiners"]]
+
+    wait_until(lambda: bool(joiner()), "the joining rank")
+    os.kill(joiner()[0], signal.SIGKILL)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)][:2] == [4, 3]
+    assert live.events("attempt")[-1]["world_size"] == 4
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+def test_the_source_of_the_state_is_killed_while_a_rank_joins(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job())
+    wait_step(live, 10)
+    kill(live, 0, 3)
+    live.wait_for("restarting", 2)
+    kill(live, 1, 0)  # rank 0 is about to send its state to the rank that joins
+    assert live.end() == 0, live.err
+    assert live.events("loaded") == []
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        ({"mode": "zero1"}, "no rank has a copy of the state of another"),
+        ({"virtual_ranks": 4}, "3"),  # ranks do not divide the virtual ranks
+    ],
+)
+def test_otherwise_all_ranks_restart_from_the_disk(tmp_path: Path, uninterrupted: Any, train: dict, why: str) -> None:
+    live = LiveRun(tmp_path, job(train=train))
+    live.wait_for("saved")
+    kill(live, 0, 2)
+    assert live.end() == 0, live.err
+    (told,) = live.events("not_in_place")
+    assert why in told["why"]
+    assert f"all ranks restart: {told['why']}" in live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 4]
+    assert len(live.events("loaded")) == 1
+    assert hashes(live.run.path) == uninterrupted(train)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
+def test_a_gpu_rank_continues_alone_and_another_joins_it(tmp_path: Path, uninterrupted: Any, mode: str) -> None:
+    train = {"virtual_ranks": 2, "deterministic": True, "steps": 300, "mode": mode, "cuda_graph": False}
+    live = LiveRun(tmp_path, job(ranks=2, train=train))
+    before = pids(live, 0)
+    wait_step(live, 20)
+    kill(live, 0, 1)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [2, 1, 2]
+    assert pids(live, 2)[0] == before[0]
+    no_step_is_repeated(live)
+    assert hashes(live.run.path) == uninterrupted(train)
