@@ -43,6 +43,7 @@ from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
 from muster.launch.supervision.story import last_advice
+from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
@@ -114,6 +115,7 @@ class Supervisor:
             return refused
         self._new_attempt()
         self.inbox.spawn(self._start_agents())
+        self.inbox.spawn(watch_stragglers(lambda: self.attempt, self.log))
         while True:
             decision, choice = await self._live_through()
             if choice is None:
