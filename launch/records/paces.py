@@ -29,11 +29,11 @@ from muster.launch.records.stragglers import (
     Verdicts,
     Window,
     persistent,
-    slow_in,
+    suspects_in,
 )
 
-TAIL_BYTES: Final = 1 << 15  # about 60 steps
-NEWEST: Final = 40  # steps of a rank in a window
+TAIL_BYTES: Final = 1 << 16  # about 130 steps
+NEWEST: Final = 100  # steps of a rank in a window
 LONG_TAIL_BYTES: Final = 1 << 18  # about 500 steps, to judge all windows at once
 MOST_READ: Final = 1024  # ranks whose files are read at once
 READ_SHARE: Final = 0.01  # of a core
@@ -123,7 +123,7 @@ def judged_at_once(attempt: AttemptDir, teams: Sequence[Team]) -> dict[Unit, Slo
     """Return the persistently slow units of a run without a supervisor, from the ends of its files."""
     ranks = _ranks(teams)[:MOST_READ]
     windows = cut({rank: newest_steps(attempt, rank, LONG_TAIL_BYTES) for rank in ranks})
-    return persistent([slow_in(window, teams) for window in windows])
+    return persistent([suspects_in(window, teams) for window in windows])
 
 
 class PaceWatch:
@@ -165,7 +165,7 @@ class PaceWatch:
     def _judge(self) -> None:
         if 3 * len(self._window) < 2 * len(self._ranks):
             return  # too few new steps: the window grows until the next look
-        self._verdicts.append(slow_in(self._window, self.teams))
+        self._verdicts.append(suspects_in(self._window, self.teams))
         self.found = persistent(self._verdicts, self.found)
         self._last |= {rank: pace.last for rank, pace in self._window.items()}
         self._window = {}

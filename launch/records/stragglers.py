@@ -6,17 +6,21 @@
 
 Ranks are compared only within their team: ranks that do the same work in the same step. A team is one stage of a
 pipeline in all its replicas. Its units are single ranks, or groups of tensor ranks, which wait for each other within a
-step. A window holds the newest steps of every rank. A unit is slow in a window if all of these hold:
+step. A window holds the newest steps of every rank. The usual time of a unit is the median of the others' medians. A
+unit is suspect in a window if two things hold:
 
-    effect     the median of its own time is at least SLOW times the usual time, the median of the others' medians
-    chance     so is, nearly (LEAST), the lower end of that median's 99 % interval
-    spread     it is an outlier: OUTLIER robust standard deviations above the usual time (1.4826 x the median absolute
-               deviation)
+    above      the median of its own time is at least ABOVE times the usual time
     waits      the others wait longer than it does, by at least half of its excess
 
-A rank with more samples may take longer: the usual time of a rank that has n samples is computed with the others' times
-scaled by n / their samples, if that is more than 1. A unit is named if it is slow in WINDOWS windows in a row, and
-remains named while it is slow in half of the newest ones.
+It is named if it was suspect in WINDOWS windows in a row, and the median over these windows satisfies:
+
+    effect     its own time is at least SLOW times the usual time
+    chance     the lower end of the 99 % interval of its own time is at least LEAST times the usual time
+    spread     its excess is at least OUTLIER robust standard deviations of the others' times (1.4826 x the median
+               absolute deviation)
+
+It remains named while it is suspect in half of the newest windows. A rank with more samples may take longer: the usual
+time of a rank that has n samples is computed with the others' times scaled by n / their samples, if that exceeds 1.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,9 +36,11 @@ if TYPE_CHECKING:
 
 WINDOWS: Final = 4
 STEPS: Final = 10  # the fewest steps of a rank in a window
+ABOVE: Final = 1.03
 SLOW: Final = 1.1
 LEAST: Final = 1.05
 OUTLIER: Final = 3.5
+MOST_DEVIATIONS: Final = 1e6
 DEVIATION: Final = 1.4826  # standard deviation / median absolute deviation, for normally distributed values
 PRESENT: Final = 2 / 3  # share of a team's units that a window must have
 MOST: Final = 64  # units of a team that are judged in a window: the slowest
@@ -58,12 +64,13 @@ class Pace(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """A unit that is slow in a window, or in several: times as in `Pace`, compared with the `usual_s` of the others."""
+    """A unit that is suspect in a window, or in several: times as in `Pace`, beside the `usual_s` of the others."""
 
     own_s: float
     least_s: float
     usual_s: float
-    waits_s: float  # the others' wait for it
+    deviations: float  # of the others' times, in its excess
+    waits_s: float  # how much longer the others wait
     part: str
     first: int
     last: int
@@ -135,13 +142,13 @@ def teams_of(split: "Parallel") -> list[list[Unit]]:
     return [[tuple(range(unit * width, (unit + 1) * width)) for unit in units] for units in of_stage]
 
 
-def slow_in(window: Window, teams: Sequence[Team]) -> dict[Unit, Slowness]:
-    """Return the units that are slow in one window."""
+def suspects_in(window: Window, teams: Sequence[Team]) -> dict[Unit, Slowness]:
+    """Return the units that are suspect in one window."""
     found: dict[Unit, Slowness] = {}
     for team in teams:
         present = {unit: _joint([window[rank] for rank in unit]) for unit in team if window.keys() >= {*unit}}
         if len(present) >= max(2.0, PRESENT * len(team)):
-            found |= _slow_of(present)
+            found |= _suspects_of(present)
     return found
 
 
@@ -153,9 +160,12 @@ def persistent(verdicts: Sequence[Verdicts], named: Collection[Unit] = ()) -> di
     newest = verdicts[-WINDOWS:]
     found = {}
     for unit in set().union(*newest):
-        slow = [each[unit] for each in newest if unit in each]
-        if len(slow) == WINDOWS or (unit in named and 2 * len(slow) >= len(newest)):
-            found[unit] = _over(slow)
+        suspect = [each[unit] for each in newest if unit in each]
+        slow = _over(suspect)
+        is_slow = slow.own_s >= SLOW * slow.usual_s and slow.least_s >= LEAST * slow.usual_s
+        is_new = len(suspect) == WINDOWS and is_slow and slow.deviations >= OUTLIER
+        if is_new or (unit in named and 2 * len(suspect) >= len(newest)):
+            found[unit] = slow
     return found
 
 
@@ -167,7 +177,7 @@ def named(found: Mapping[Unit, Slowness], teams: Sequence[Team], places: Mapping
     for kind in ("node", "gpu"):
         for place, ranks in _by(kind, places, judged).items():
             units = list(dict.fromkeys(slow[rank] for rank in ranks if rank in slow))
-            if all(rank in slow for rank in ranks) and all(unit in left for unit in units):
+            if sorted(rank for unit in units for rank in unit) == ranks and left.keys() >= {*units}:
                 stragglers.append(_straggler(kind, place, ranks, [found[unit] for unit in units]))
                 left = {unit: None for unit in left if unit not in units}
     for unit in left:
@@ -190,9 +200,9 @@ def _joint(paces: Sequence[Pace]) -> Pace:
     return paces[0] if len(paces) == 1 else sorted(paces, key=lambda each: each.own_s)[len(paces) // 2]
 
 
-def _slow_of(team: Mapping[Unit, Pace]) -> dict[Unit, Slowness]:
+def _suspects_of(team: Mapping[Unit, Pace]) -> dict[Unit, Slowness]:
     times = sorted(pace.own_s for pace in team.values())
-    bound = SLOW * times[(len(times) - 2) // 2]  # no unit below it can be slow: the others' median is not smaller
+    bound = ABOVE * times[(len(times) - 2) // 2]  # no unit below it can be suspect: the others' median is not smaller
     suspects = sorted((unit for unit in team if team[unit].own_s >= bound), key=lambda unit: -team[unit].own_s)
     verdicts = ((unit, _judge(team[unit], [team[each] for each in team if each != unit])) for unit in suspects[:MOST])
     return {unit: slow for unit, slow in verdicts if slow is not None}
@@ -203,12 +213,12 @@ def _judge(pace: Pace, others: Sequence[Pace]) -> Slowness | None:
     usual_s, waits_s = median(scaled), median(other.waits_s for other in others) - pace.waits_s
     spread_s = DEVIATION * median(abs(each - usual_s) for each in scaled)
     excess_s = pace.own_s - usual_s
-    is_large = pace.own_s >= SLOW * usual_s and pace.least_s >= LEAST * usual_s
-    if not is_large or excess_s <= OUTLIER * spread_s or waits_s < excess_s / 2:
+    if pace.own_s < ABOVE * usual_s or waits_s < excess_s / 2:
         return None
     excess = [own - median(other.parts_s[at] for other in others) for at, own in enumerate(pace.parts_s)]
     part = PARTS[excess.index(max(excess))]
-    return Slowness(pace.own_s, pace.least_s, usual_s, waits_s, part, pace.first, pace.last)
+    deviations = min(MOST_DEVIATIONS, excess_s / spread_s) if spread_s else MOST_DEVIATIONS
+    return Slowness(pace.own_s, pace.least_s, usual_s, deviations, waits_s, part, pace.first, pace.last)
 
 
 def _share(pace: Pace, other: Pace) -> float:
@@ -217,12 +227,13 @@ def _share(pace: Pace, other: Pace) -> float:
 
 
 def _over(slow: Sequence[Slowness]) -> Slowness:
-    """Combine the verdicts on several windows, or on several units."""
+    """Combine the suspicions of several windows, or on several units."""
     parts = [each.part for each in slow]
     return Slowness(
         own_s=median(each.own_s for each in slow),
         least_s=median(each.least_s for each in slow),
         usual_s=median(each.usual_s for each in slow),
+        deviations=median(each.deviations for each in slow),
         waits_s=median(each.waits_s for each in slow),
         part=max(parts, key=parts.count),
         first=min(each.first for each in slow),
