@@ -166,7 +166,7 @@ class PaceWatch:
         if 3 * len(self._window) < 2 * len(self._ranks):
             return  # too few new steps: the window grows until the next look
         self._verdicts.append(suspects_in(self._window, self.teams))
-        self.found = persistent(self._verdicts, self.found)
+        self.found = persistent([*self._verdicts], self.found)
         self._last |= {rank: pace.last for rank, pace in self._window.items()}
         self._window = {}
 
