@@ -12,8 +12,9 @@ On one machine there is nothing to reach, so the second step is skipped.
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,7 @@ from muster.launch.wire.codec import ProtocolError
 
 LOOPBACK: Final = "127.0.0.1"
 WAITING_S: Final = 3.0  # pause between two messages about nodes that have not answered
+STARTS: Final = 1000  # nodes that are started at once
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
@@ -55,6 +57,8 @@ class Startup:
         self.port = 0
         self.nonce = secrets.token_hex(16)
         self.begun = False  # the ranks are being started
+        self.starts: Iterator[tuple[int, wire.Start]] = iter(())  # of the nodes that have not been started yet
+        self.starting = False  # some nodes have not been started yet
         self.complete = False  # every node has answered or failed; from now on messages are sent to them
         self._waiting: tuple[int, ...] = ()  # the nodes named in the last message about waiting
         self._say_at = time.monotonic() + WAITING_S
@@ -240,11 +244,19 @@ class Startup:
             return Stop(error.exit_code, str(error))
         self.begun = True
         self.announce(plans)
-        for number, plan in enumerate(plans):
-            start = start_message(context, plan, store=machines[0].torch, master_port=self.port)
-            write_json(attempt.command(number), vars(start))
-            self.send(number, start)
+        self.starts = enumerate(
+            start_message(context, plan, store=machines[0].torch, master_port=self.port) for plan in plans
+        )
+        self.send_starts()
         return None
+
+    def send_starts(self) -> None:
+        """Start the next nodes. The supervisor calls this while `starting`, and handles messages in between."""
+        context = self.context
+        for number, start in islice(self.starts, STARTS):
+            write_json(context.run.attempt(context.attempt).command(number), vars(start))
+            self.send(number, start)
+            self.starting = number + 1 < len(self.roster.nodes)
 
     def announce(self, plans: list[NodePlan]) -> None:
         """Print which rank runs on which node, and log the start of the attempt."""

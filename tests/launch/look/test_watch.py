@@ -215,9 +215,7 @@ def test_progress_is_written_at_most_once_a_second_for_this_user_and_read_back(m
     run.path.chmod(0o700)
     rank = {"phase": "run", "steps": 7, "beats_age_s": 1.5, "state": "T"}
     told: Any = {"sessions": 1, "output_age_s": None, "ranks": {"3": rank, "a name that a node made up": rank}}
-    node = NodeState(
-        NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, progress_at=time.monotonic()
-    )
+    node = NodeState(NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, ranks_at=time.monotonic())
     file = ProgressFile(run)
     file.write(2, [node])
     assert run.progress.stat().st_mode & 0o777 == 0o600
