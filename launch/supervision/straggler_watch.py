@@ -47,10 +47,10 @@ async def watch_stragglers(current: Callable[[], Attempt | None], log: EventLog)
 
 
 def places_of(attempt: Attempt) -> Mapping[int, Place]:
-    """Return the place of every rank of an attempt."""
-    places = {}
+    """Return the place of every rank of an attempt. If every rank of a node has a GPU, it is the one of its number."""
+    places, on_gpus = {}, getattr(attempt.job.settings, "device", "cpu") != "cpu"
     for node, state in zip(attempt.context.placement.nodes, attempt.roster.nodes, strict=True):
-        gpus = len(state.hello.gpus) if state.hello is not None else 0
+        each_has_one = on_gpus and state.hello is not None and len(state.hello.gpus) >= node.ranks
         for local, rank in enumerate(node.rank_range):
-            places[rank] = Place(node.node_rank, state.host, local % gpus if gpus else None)
+            places[rank] = Place(node.node_rank, state.host, local if each_has_one else None)
     return places
