@@ -1,37 +1,43 @@
-"""The model of `stragglers.py`: on one rank, every forward and backward takes `factor` times as long as it would.
+"""The model of `stragglers.py`: its ranks compute on a made device, and one of them takes `factor` times as long.
 
-The delay follows the rank's own computation: when the backward reaches the first layer, the rank sleeps for
-(factor - 1) times what it has computed since its forward began. So it needs no processor for it, like a throttled node.
+The ranks of a box share a few cores, and a rank that waits for a core is slow for that reason. So the time of the
+computation is made: a rank sleeps for `work_s` per step, as a host does whose GPU computes, a third of it in the
+forward. It varies by `noise` (standard deviation, log-normal) from step to step, independently on every rank. The
+layers are small; their time comes on top.
 """
 
 import os
+import random
 import time
 
 import torch
 from torch import Tensor, nn
 
 
-class Throttled(nn.Module):
-    """Linear layers on the images, with the delay in the backward."""
+class OnMadeDevice(nn.Module):
+    """Linear layers on the images, and the sleeps."""
 
-    def __init__(self, width: int, layers: int, factor: float) -> None:
+    def __init__(self, width: int, layers: int, work_s: float, noise: float) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(3 * 16 * 16, width))
+        self.first = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(3 * 8 * 8, width))
         self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.head = nn.Linear(width, 10)
-        self.delay = factor - 1.0
+        self.work_s, self.noise = work_s, noise
+        self.chance = random.Random(int(os.environ.get("RANK", "0")))
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (batch, 3, 32, 32) to logits (batch, 10)."""
-        began = time.perf_counter()
         x = self.first(images)
-        if self.delay and x.requires_grad:
-            x.register_hook(lambda gradient: time.sleep(self.delay * (time.perf_counter() - began)))
+        if x.requires_grad:
+            work_s = len(images) / 16 * self.work_s * self.chance.lognormvariate(0.0, self.noise)
+            time.sleep(work_s / 3)
+            x.register_hook(lambda gradient: time.sleep(work_s * 2 / 3))
         for layer in self.hidden:
             x = torch.relu(layer(x))
         return self.head(x)
 
 
-def build(width: int = 256, layers: int = 4, slow: int = -1, factor: float = 1.3) -> Throttled:
-    """Return the model of this rank; rank `slow` is the slow one."""
-    return Throttled(width, layers, factor if int(os.environ.get("RANK", "-1")) == slow else 1.0)
+def build(slow: int = -1, factor: float = 1.3, work_s: float = 0.03, noise: float = 0.1) -> OnMadeDevice:
+    """Return the model of this rank; rank `slow` is the slow one. The work follows the samples: `work_s` for 16."""
+    mine = factor if int(os.environ.get("RANK", "-1")) == slow else 1.0
+    return OnMadeDevice(64, 2, work_s * mine, noise)

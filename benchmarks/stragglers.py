@@ -1,8 +1,8 @@
 """Is a slow rank named, and no other? Trainings on four nodes of a box, with one rank slowed and without.
 
-A slowed rank takes 1.3 times as long for its forward and backward (slow_model.py). Every case trains for a while after
+A slowed rank takes 1.3 times as long for its forward and backward, whose time is made (slow_model.py). Every case trains for a while after
 its first step; then `muster status --json` tells which ranks are slow. Cases differ in the mode, the rank, the shards
-(a batch of 254 gives two ranks a sample more) and the ranks of a node.
+(a batch of 62 gives two ranks a sample more) and the ranks of a node.
 
     named      the slow rank was named, and no other rank (of 20 cases, 19 at least)
     healthy    of equal ranks none was named at any time (of 20 cases, all)
@@ -27,11 +27,11 @@ NODES = 4
 FACTOR = 1.3
 LEAST_NAMED = 19 / 20
 VARIANTS: tuple[Mapping[str, Any], ...] = (
-    {"mode": "bucketed", "batch_size": 256},
-    {"mode": "ddp", "batch_size": 256},
-    {"mode": "zero2", "batch_size": 256},
-    {"mode": "allreduce", "batch_size": 254},
-    {"mode": "bucketed", "batch_size": 254},
+    {"mode": "bucketed", "batch_size": 64},
+    {"mode": "ddp", "batch_size": 64},
+    {"mode": "zero2", "batch_size": 64},
+    {"mode": "allreduce", "batch_size": 62},
+    {"mode": "bucketed", "batch_size": 62},
 )
 CASES = 20
 
