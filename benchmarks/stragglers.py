@@ -1,8 +1,8 @@
 """Is a slow rank named, and no other? Trainings on four nodes of a box, with one rank slowed and without.
 
-A slowed rank takes 1.3 times as long for its forward and backward, whose time is made (slow_model.py). Every case trains for a while after
-its first step; then `muster status --json` tells which ranks are slow. Cases differ in the mode, the rank, the shards
-(a batch of 62 gives two ranks a sample more) and the ranks of a node.
+A slowed rank takes 1.3 times as long for its forward and backward, whose time is made (slow_model.py). Every case
+trains for a while after its first step; then `muster status --json` tells which ranks are slow. Cases differ in the
+mode, the rank and the shards (a batch of 62 gives two ranks a sample more).
 
     named      the slow rank was named, and no other rank (of 20 cases, 19 at least)
     healthy    of equal ranks none was named at any time (of 20 cases, all)

@@ -252,11 +252,11 @@ class Startup:
 
     def send_starts(self) -> None:
         """Start the next nodes. The supervisor calls this while `starting`, and handles messages in between."""
-        context = self.context
+        attempt, count = self.context.run.attempt(self.context.attempt), len(self.roster.nodes)
         for number, start in islice(self.starts, STARTS):
-            write_json(context.run.attempt(context.attempt).command(number), vars(start))
+            write_json(attempt.command(number), vars(start), indent=2 if count <= STARTS else None)
             self.send(number, start)
-            self.starting = number + 1 < len(self.roster.nodes)
+            self.starting = number + 1 < count
 
     def announce(self, plans: list[NodePlan]) -> None:
         """Print which rank runs on which node, and log the start of the attempt."""
