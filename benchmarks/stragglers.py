@@ -2,7 +2,7 @@
 
 A slowed rank takes 1.3 times as long for its forward and backward, whose time is made (slow_model.py). Every case
 trains for a while after its first step; then `muster status --json` tells which ranks are slow. Cases differ in the
-mode, the rank and the shards (a batch of 62 gives two ranks a sample more).
+mode, the rank and the shards (a batch of 62 gives two ranks a sample more). A slow and a healthy run share the box.
 
     named      the slow rank was named, and no other rank (of 20 cases, 19 at least)
     healthy    of equal ranks none was named at any time (of 20 cases, all)
@@ -11,11 +11,14 @@ sudo .venv/bin/python benchmarks/stragglers.py [--box NAME] [--cases 0-9] [--sec
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +63,18 @@ def named(live: Live) -> list[dict[str, Any]]:
     return found
 
 
-def measure(folder: Path, box: str, number: int, seconds: float, *, slow: bool) -> dict[str, Any]:
+def measure(folder: Path, box: str, number: int, seconds: float, slow: bool) -> dict[str, Any]:
     """Run one case."""
-    live = start(folder, job(number, slow=slow), *in_box(box))
+    place = folder / f"{number}-{slow}"
+    place.mkdir()
+    live = start(place, job(number, slow=slow), *in_box(box))
     try:
         first = live.wait_event("first_step")["time"]
         live.wait("the time to pass", lambda: time.time() - first >= seconds)
         found, told = named(live), live.events("slow")
         steps = max(1, sum(1 for _ in live.run.metrics.open()))
+        live.process.send_signal(signal.SIGINT)
+        live.end(30.0)
     finally:
         live.kill()
     ranks = [each["ranks"] for each in found]
@@ -88,7 +95,7 @@ def measure(folder: Path, box: str, number: int, seconds: float, *, slow: bool) 
 
 
 def main() -> int:
-    """Run the cases, slow and healthy in turns."""
+    """Run the cases, each slow one beside its healthy one."""
     parser = Options(__doc__, quick={"cases": "0-1"})
     parser.add_argument("--box", default="box", help="the name of a box that is up")
     parser.add_argument("--cases", default=f"0-{CASES - 1}")
@@ -96,13 +103,12 @@ def main() -> int:
     args = parser.parse_args()
     first, _, last = args.cases.partition("-")
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         for number in range(int(first), int(last or first) + 1):
-            for slow in (True, False) if number % 2 else (False, True):
-                place = Path(folder) / f"{number}-{slow}"
-                place.mkdir()
-                rows.append(measure(place, args.box, number, args.seconds, slow=slow))
-                print(json.dumps(rows[-1]), flush=True)
+            found = pool.map(partial(measure, Path(folder), args.box, number, args.seconds), (True, False))
+            for row in found:
+                rows.append(row)
+                print(json.dumps(row), flush=True)
     head = ("case", "mode", "slow", "named", "ratio", "after s", "steps", "right")
     cells = []
     for row in rows:
