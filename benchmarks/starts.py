@@ -6,9 +6,9 @@
     agents    agents over real ssh on every node of a box (64: `sudo muster box up --nodes 64`), until every one has
               answered, against as many bare `ssh NODE echo` at once; and our side's CPU time. An agent that has
               answered has imported no torch; its node's sshd, shell and Python run on this same machine
-    thousand  1,000 nodes x 8 ranks: planned, rendered, started, all reports in, and the supervisor's peak memory. The
-              agents are a stub (thousand.py); everything on this side is the real thing, from the job file to the
-              verdict, and the start of Python counts
+    thousand  1,000 nodes x 8 ranks (or --nodes 10000): planned, started, all reports in; a failure, until every node
+              is told; the supervisor's peak memory, and its share of a core for heartbeats; status, why, list and
+              logs on the run folder. The agents are a stub (thousand.py), everything on this side is the real thing
     submit    `muster submit --on slurm` in a box, beside a bare `sbatch` of an empty script; when it returns, the job
               is in the queue and a copy of Muster's code in its run folder; each is cancelled then
 
@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import json
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import CLOCKS, Options, Ran, by_clock, command, compare, finish, turns, verdict
 
+from muster.jobs.basics.files import read_lines
 from muster.jobs.machine import linux
 
 if TYPE_CHECKING:
@@ -48,7 +50,10 @@ EXAMPLE = Path(__file__).parent.parent / "jobs" / "examples" / "vgg11.yaml"
 MUSTER = [sys.executable, "-m", "muster"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 CLI_REACH, RANKS_REACH, SCRIPT_REACH, SUBMIT_REACH_S = 0.25, 0.35, 0.95, 1.0
-THOUSAND_REACH_S, THOUSAND_REACH_MB = 5.0, 300.0
+THOUSAND_REACH = {
+    1000: {"joined_s": 5.0, "told_s": 1.0, "memory_mb": 300.0},
+    10_000: {"joined_s": 25.0, "told_s": 1.5, "memory_mb": 700.0},
+}  # by the number of nodes
 AGENTS_REACH, AGENTS_REACH_S, AGENTS_REACH_CPU_MS = 2.5, 3.0, 15.0
 SCRIPT = """import os
 import time
@@ -133,18 +138,36 @@ def meet(argv: Sequence[str], ranks: int) -> tuple[float, float]:
 
 
 def thousand(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Measure a run of many nodes against a stub."""
-    job = folder / "thousand.yaml"
+    """Measure a run of many nodes against a stub: its start, its heartbeats, a failure, and commands on its folder."""
+    job, story = folder / "thousand.yaml", folder / "story.json"
     job.write_text(f"nodes: {args.nodes}\nranks_per_node: {args.ranks}\nbench: {{operation: hello}}\n")
-    program = str(Path(__file__).with_name("thousand.py"))
-    argv = [sys.executable, program, "supervise", str(job), f"{folder}/runs", str(args.nodes), str(args.ranks)]
-    runs = [command(argv) for _ in range(args.repeats)]
-    seconds, memories = [ran.seconds for ran in runs], [json.loads(ran.out)["memory_mb"] for ran in runs]
-    second, memory = statistics.median(seconds), max(memories)
-    reached = second <= THOUSAND_REACH_S and memory <= THOUSAND_REACH_MB
-    print(f"{args.nodes} nodes x {args.ranks} ranks: {second:.2f} s (reach {THOUSAND_REACH_S:g}), ", end="")
-    print(f"{memory:.0f} MB (reach {THOUSAND_REACH_MB:g})")
-    return [{"name": f"{args.nodes} nodes", "reached": reached, "seconds": seconds, "memory_mb": memories}]
+    program, runs = str(Path(__file__).with_name("thousand.py")), f"{folder}/runs"
+    argv = [sys.executable, program, "supervise", str(job), runs, str(args.nodes), str(args.ranks), str(story)]
+    found: dict[str, list[float]] = {}
+    for _ in range(args.repeats):
+        shutil.rmtree(runs, ignore_errors=True)
+        said = json.loads(command(argv).out.splitlines()[-1])
+        times, run = json.loads(story.read_text()), Path(said["run"])
+        rows = [row for row in read_lines(run / "events.jsonl") if row["event"] in ("submitted", "joined", "ended")]
+        at = {row["event"]: row["time"] for row in rows}
+        measured = {"planned_s": said["planned_s"], "memory_mb": said["memory_mb"], "cores": times["cores"]}
+        measured |= {"joined_s": said["planned_s"] + at["joined"] - at["submitted"]}
+        measured |= {"told_s": times["told"] - times["failed"], "ended_s": at["ended"] - times["told"]}
+        for rank in range(args.nodes * args.ranks):
+            (run / f"attempt-000/rank-{rank:05d}.out").write_text(f"hello from {rank}\n")
+        for view in (["status"], ["why"], ["list"], ["logs", "--rank", "0"], ["logs"]):
+            words = [*MUSTER, *view, *([] if view[0] == "list" else [run.name]), "--runs", runs]
+            measured[" ".join(view) + "_s"] = command(words).seconds
+        for name, value in measured.items():
+            found.setdefault(name, []).append(value)
+    made = []
+    for name, values in found.items():
+        reach = THOUSAND_REACH.get(args.nodes, {}).get(name)
+        middle = statistics.median(values)
+        reached = reach is None or middle <= reach
+        print(f"{args.nodes} nodes x {args.ranks} ranks: {name} {middle:.2f} {verdict(reached, reach)}", flush=True)
+        made.append({"name": f"{args.nodes} nodes: {name}", "reached": reached, "reach": reach, "values": values})
+    return made
 
 
 def agents(args: argparse.Namespace, folder: Path) -> list[Row]:

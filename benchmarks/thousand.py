@@ -1,9 +1,12 @@
-"""What `starts.py thousand` runs: a real supervisor of a thousand nodes, and the stub that is all of their agents.
+"""What `starts.py thousand` runs: a real supervisor of thousands of nodes, and the stub that is all of their agents.
 
-    python thousand.py supervise JOB RUNS NODES RANKS_PER_NODE
-    python thousand.py agents ADDRESS:PORT NODES RANKS_PER_NODE CODE        (the secret comes in MUSTER_SECRET)
+    python thousand.py supervise JOB RUNS NODES RANKS_PER_NODE STORY
+    python thousand.py agents ADDRESS:PORT NODES RANKS_PER_NODE CODE STORY      (the secret comes in MUSTER_SECRET)
 
-The stub is one process with a connection for each node, which speaks the agents' protocol.
+The stub is one process with a connection for each node, which speaks the agents' protocol. Its ranks join, work for
+WORK_S while heartbeats are answered, and then rank 0 fails. The other ranks end when their node is told to stop. The
+stub writes its times to the file STORY: when the last node was started, the supervisor's share of a core while the
+ranks worked, when rank 0 failed, and when the last node was told.
 """
 
 import argparse
@@ -13,9 +16,12 @@ import os
 import resource
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from muster.launch.agent import DIAL_PAUSE_S
+from muster.launch.common.limits import raise_open_files
 from muster.launch.wire.channel import START_BYTES
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.handshake import AgentSide, node_key
@@ -35,15 +41,20 @@ from muster.launch.wire.messages import (
     Report,
     Start,
     Started,
+    StopRanks,
+    Swept,
 )
+from muster.launch.wire.records import Progress
 
 STORE, OWN = "10.99.0.1", "10.99.0.2"  # addresses that the nodes are said to have
+WORK_S = 10.0
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def hello(node: int) -> Hello:
     """Return the greeting of a node of eight cores."""
     return Hello(
-        host=f"stub{node:04d}",
+        host=f"stub{node:05d}",
         pid=1,
         pid_start=1,
         slurm_name="",
@@ -57,68 +68,132 @@ def hello(node: int) -> Hello:
     )
 
 
-def life(start: Start, ranks: int, now: float) -> list[FromAgent]:
-    """Return what a node says whose ranks arrive, join and end well."""
+def beginning(start: Start, now: float) -> list[FromAgent]:
+    """Return what a node says whose ranks arrive and join."""
     numbers = [each["rank"] for each in start.ranks]
-    assert len(numbers) == ranks
     attempt = start.attempt
     said: list[FromAgent] = [Started(attempt, tuple((number, 2 + number, 1) for number in numbers), now)]
     said += [Report(attempt, number, {"report": "arrived"}) for number in numbers]
     said += [Report(attempt, number, {"report": "joined"}) for number in numbers]
-    said += [Exited(attempt, number, 0, None, None, now, {}, None, ()) for number in numbers]
     return said
 
 
-async def dial(node: int, dialled: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, and let both ends prove themselves; again where the supervisor hangs up, as agents do."""
-    address, _, port = dialled.partition(":")
-    while True:
-        reader, writer = await asyncio.open_connection(address, int(port), limit=START_BYTES)
-        end = AgentSide(node_key(os.environ[SECRET], node), node, dialled)
-        writer.write(end.greeting())
-        try:
-            answer = await reader.readline()
-        except ConnectionError:
-            answer = b""
-        if answer:
-            writer.write(end.answer(answer))
-            if welcome := await reader.readline():
-                end.check_welcome(welcome)
-                return reader, writer
-        writer.close()
-        await asyncio.sleep(DIAL_PAUSE_S)
+def ended(attempt: int, rank: int, now: float, code: int | None, sent: str | None) -> Exited:
+    """Return what a node says about a rank that failed, or that was stopped by a signal."""
+    return Exited(attempt, rank, code, sent, sent, now, {}, None, ())
 
 
-async def agent(node: int, ranks: int, dialled: str, code: str) -> None:
-    """Speak the agent's side of the protocol for a node."""
-    reader, writer = await dial(node, dialled)
-
-    def tell(*messages: FromAgent) -> None:
-        writer.write(b"".join(map(encode, messages)))
-
-    tell(hello(node))
-    while line := await reader.readline():
-        message, now = decode(line, TO_AGENT), time.time()
-        match message:
-            case Bye():
-                return
-            case Beat():
-                tell(Heartbeat(0, message.sent, now, now))
-            case Prepare():
-                tell(Prepared(message.attempt, 4242, STORE, (("eth1", STORE),)))
-            case Reach():
-                tell(Reached(message.attempt, "eth1", OWN, "", code, "shared", message.run, ""))
-            case Start():
-                tell(*life(message, ranks, now))
+def progress(ranks: range) -> Progress:
+    """Return the progress of a node whose ranks work."""
+    told: dict[str, Any] = {}
+    for rank in ranks:
+        told[str(rank)] = {"phase": "run", "steps": 41, "beats_age_s": 0.2, "state": ""}
+    common = {"steps": 41, "beats_age_s": 0.2, "slowest_s": 0.1, "sessions": len(ranks), "output_age_s": None}
+    return {**common, "phases": ("run",), "ranks": told}  # type: ignore[typeddict-item]
 
 
-async def agents(dialled: str, nodes: int, ranks: int, code: str) -> None:
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+@dataclass
+class Stub:
+    """All agents of a run. `times`: what happened when, in Unix seconds."""
+
+    nodes: int
+    ranks: int
+    code: str
+    started: int = 0
+    told: int = 0
+    times: dict[str, float] = field(default_factory=dict)
+    all_started: asyncio.Event = field(default_factory=asyncio.Event)
+    failing: asyncio.Task[None] | None = None
+
+    async def dial(self, node: int, dialled: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, and let both ends prove themselves; again where the supervisor hangs up, as agents do."""
+        address, _, port = dialled.partition(":")
+        while True:
+            reader, writer = await asyncio.open_connection(address, int(port), limit=START_BYTES)
+            end = AgentSide(node_key(os.environ[SECRET], node), node, dialled)
+            writer.write(end.greeting())
+            try:
+                answer = await reader.readline()
+            except ConnectionError:
+                answer = b""
+            if answer:
+                writer.write(end.answer(answer))
+                if welcome := await reader.readline():
+                    end.check_welcome(welcome)
+                    return reader, writer
+            writer.close()
+            await asyncio.sleep(DIAL_PAUSE_S)
+
+    async def agent(self, node: int, dialled: str) -> None:
+        """Speak the agent's side of the protocol for a node."""
+        reader, writer = await self.dial(node, dialled)
+        running = range(0)
+
+        def tell(*messages: FromAgent) -> None:
+            writer.write(b"".join(map(encode, messages)))
+
+        tell(hello(node))
+        while line := await reader.readline():
+            message, now = decode(line, TO_AGENT), time.time()
+            match message:
+                case Bye():
+                    return
+                case Beat():
+                    tell(Heartbeat(0, message.sent, now, now, progress(running) if running else None))
+                case Prepare():
+                    tell(Prepared(message.attempt, 4242, STORE, (("eth1", STORE),)))
+                case Reach():
+                    tell(Reached(message.attempt, "eth1", OWN, "", self.code, "shared", message.run, ""))
+                case Start():
+                    tell(*beginning(message, now))
+                    running = range(node * self.ranks, (node + 1) * self.ranks)
+                    self.count_start()
+                    if node == 0:
+                        self.failing = asyncio.create_task(self.fail(tell))
+                case StopRanks() if running:
+                    self.count_stop()
+                    left = [rank for rank in running if rank or not self.times.get("failed")]
+                    tell(*(ended(0, rank, now, None, "SIGTERM") for rank in left), Swept(0, len(left), ()))
+                    running = range(0)
+
+    def count_start(self) -> None:
+        self.started += 1
+        if self.started == self.nodes:
+            self.times["started"] = time.time()
+            self.all_started.set()
+
+    def count_stop(self) -> None:
+        self.told += 1
+        if self.told == self.nodes:
+            self.times["told"] = time.time()
+
+    async def fail(self, tell: Any) -> None:
+        """Let all ranks work for a time, then rank 0 fails."""
+        await self.all_started.wait()
+        await asyncio.sleep(WORK_S)  # the reports of the start are handled
+        supervisor, before, began = os.getppid(), cpu_s(os.getppid()), time.monotonic()
+        await asyncio.sleep(WORK_S)
+        self.times["cores"] = (cpu_s(supervisor) - before) / (time.monotonic() - began)
+        self.times["failed"] = time.time()
+        tell(ended(0, 0, self.times["failed"], 1, None))
+
+
+async def agents(dialled: str, nodes: int, ranks: int, code: str, story: str) -> None:
     """Be all agents."""
-    await asyncio.gather(*(agent(node, ranks, dialled, code) for node in range(nodes)))
+    raise_open_files()
+    stub = Stub(nodes, ranks, code)
+    await asyncio.gather(*(stub.agent(node, dialled) for node in range(nodes)))
+    Path(story).write_text(json.dumps(stub.times))
 
 
-def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
-    """Run the job against the stub, in this process."""
+def supervise(job: str, runs: str, nodes: int, ranks: int, story: str) -> int:
+    """Run the job against the stub, in this process; print the memory, and how long the plan took."""
     from muster.launch.commands import run
     from muster.launch.common.fingerprint import fingerprint
     from muster.launch.common.options import given
@@ -129,25 +204,29 @@ def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     from muster.launch.supervision.supervisor import Supervisor
     from muster.launch.transports.dialled import Dialled, Starter
 
+    began = time.monotonic()
     parser = argparse.ArgumentParser()
     run.configure(parser)
-    args = parser.parse_args([job, "--runs", runs, "-w", f"stub[0000-{nodes - 1:04d}]", "--on", "pdsh"])
+    args = parser.parse_args([job, "--runs", runs, "-w", f"stub[00000-{nodes - 1:05d}]", "--on", "pdsh"])
     prepared = prepare(given(args, Request))
     write_run(prepared)
+    planned_s = time.monotonic() - began
 
-    def argv(connect: str) -> list[str]:
-        return [sys.executable, __file__, "agents", connect, str(nodes), str(ranks), fingerprint()]
+    def argv(connect: str, slot: int | None) -> list[str]:
+        assert slot is None, "no node is lost"
+        return [sys.executable, __file__, "agents", connect, str(nodes), str(ranks), fingerprint(), story]
 
     transport = Dialled("stub", nodes, run=prepared.context.run, starter=Starter(argv=argv), towards="127.0.0.1")
     context = replace(prepared.context, remote=True)
     code = asyncio.run(Supervisor(context, transport, Console(quiet=True)).run()).code
-    print(json.dumps({"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
-    return code
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"memory_mb": memory_mb, "planned_s": planned_s, "run": str(prepared.context.run.path)}))
+    return 0 if code == 1 else 1
 
 
 if __name__ == "__main__":
     what, where, *words = sys.argv[1:]
     if what == "agents":
-        asyncio.run(agents(where, int(words[0]), int(words[1]), words[2]))
+        asyncio.run(agents(where, int(words[0]), int(words[1]), words[2], words[3]))
     else:
-        sys.exit(supervise(where, words[0], int(words[1]), int(words[2])))
+        sys.exit(supervise(where, words[0], int(words[1]), int(words[2]), words[3]))

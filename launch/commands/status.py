@@ -9,6 +9,7 @@ from typing import Final
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, screen
+from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records import lease
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 from muster.launch.sweeps.sweep import SweepRecord, named_sweep
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
         show(SweepRecord.read(sweep), sweep, as_json=args.json)
         return 0
-    state = read_state(options.the_run(args))
+    state = with_stragglers(read_state(options.the_run(args)))
     print(json.dumps(state.to_json(), indent=2) if args.json else render(state))
     return 0
 
@@ -51,6 +52,7 @@ def render(state: RunState) -> str:
         ("left out", ", ".join(state.left_out)),
         ("outcome", state.outcome),
         ("message", state.message),
+        *(("slow", f"{each.name}: {each.evidence}") for each in state.stragglers),
         *(("warning", text) for text in state.warnings),
         ("note", _note(state)),
     ]

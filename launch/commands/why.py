@@ -14,9 +14,11 @@ from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
 from muster.launch.look.history import AttemptHistory, read_history
 from muster.launch.look.history_view import attempt_lines
+from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.advice import for_run, next_step
 from muster.launch.records.runrows import Rows, read_ending, read_rows
 from muster.launch.records.runstate import RunState, is_here, read_state
+from muster.launch.records.stragglers import Straggler
 from muster.launch.records.verdict import RankEnd, judge, lost_too
 from muster.launch.sweeps.sweep import named_sweep
 
@@ -47,6 +49,7 @@ class Explanation:
     first: RankEnd | None
     victims: tuple[RankEnd, ...]
     known: tuple[str, ...]
+    stragglers: tuple[Straggler, ...]
     history: AttemptHistory
     next_step: str
     going_on: str | None
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(run: RunDir) -> Explanation:
     """Explain a run by the verdict of its newest attempt or, without a verdict, by its event rows."""
-    state, rows = read_state(run), read_rows(run)
+    state, rows = with_stragglers(read_state(run)), read_rows(run)
     newest = deque(typed_lines(run.attempts), maxlen=1)
     verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)
     first = read_ending(verdict.get("first"))
@@ -97,6 +100,7 @@ def explain(run: RunDir) -> Explanation:
         first=first,
         victims=tuple(filter(None, map(read_ending, verdict.get("victims") or ()))),
         known=_known(run, state, rows) if state.state == "lost" else (),
+        stragglers=state.stragglers,
         history=read_history(run, state),
         next_step=_next_step(state, verdict),
         going_on=_resuming(state),
@@ -115,6 +119,8 @@ def render(explanation: Explanation) -> str:
         lines += ["", f"  {followers}"]
     if each.known:
         lines += ["", "  what is known:", *(f"    {fact}" for fact in each.known)]
+    for slow in each.stragglers:
+        lines += ["", f"  slow: {slow.name}", f"    {slow.evidence}"]
     if len(each.history.attempts) > 1:
         lines += ["", *attempt_lines(each.history, ended=each.message if each.class_name != "done" else "")]
     steps = [step for step in (each.next_step, each.going_on) if step]

@@ -115,6 +115,11 @@ def _records(value: Any) -> list[dict[str, Any]] | None:
     return [typed(item) for item in value[:MOST_RANKS] if isinstance(item, dict)]
 
 
+def _raw_records(value: Any) -> list[Any] | None:
+    """Return records that their own reader checks (`launch/records/stragglers.py`)."""
+    return value[:MOST_LINES] if isinstance(value, list) else None
+
+
 def _lines(value: Any) -> list[str] | None:
     return texts(value[-MOST_LINES:]) if isinstance(value, list) else None
 
@@ -148,6 +153,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "last_lines": _lines,
     "first": _record,
     "victims": _records,
+    "stragglers": _raw_records,
 }
 
 

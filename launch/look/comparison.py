@@ -51,6 +51,7 @@ class RunRow:
     loss_difference: float | None = None  # largest difference over the steps that are in both rows
     verdict: str = ""
     why: str = ""
+    slow: tuple[str, ...] = ()  # the stragglers of its runs, with the evidence
 
     def record(self) -> dict[str, Any]:
         """Return the row for JSON."""
@@ -110,6 +111,7 @@ def row_of(label: str, runs: Sequence[Measured]) -> RunRow:
         unit=first.unit,
         peak_bytes=max(peaks, default=None),
         final_loss=first.final_loss,
+        slow=tuple(f"{each.name}: {each.evidence}" for run in runs for each in run.stragglers),
     )
 
 

@@ -35,19 +35,20 @@ share of the step; communication: only the part that no computation hides; idle:
 
 
 def table(rows: Sequence[RunRow]) -> str:
-    """Format the rows, followed by notes on skipped steps and missing verdicts."""
+    """Format the rows, followed by notes on skipped steps, missing verdicts and stragglers."""
     text = screen.table(COLUMNS, (cells(row) for row in rows), spare=SPARE)
     return "\n".join([text, "", *notes(rows), LEGEND])
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """Return notes on skipped warm-up steps, on intervals of single runs, and on missing verdicts."""
+    """Return notes on skipped warm-up steps, on intervals of single runs, on missing verdicts, and on stragglers."""
     skipped = ", ".join(f"{row.label} {row.skipped}" for row in rows)
     lines = [f"warm-up steps left out: {skipped} (change with --skip or --skip-epochs)"]
     if any(len(row.run_ids) == 1 for row in rows):
         lines.append("the interval of a single run is over its steps; another run may differ by more")
     whys = {row.why: [each.label for each in rows if each.why == row.why] for row in rows if row.why}
-    return lines + [f"{', '.join(labels)}: {why}" for why, labels in whys.items()]
+    lines += [f"{', '.join(labels)}: {why}" for why, labels in whys.items()]
+    return lines + [f"{row.label}: slow: {each}" for row in rows for each in row.slow]
 
 
 def cells(row: RunRow) -> list[str | None]:
@@ -93,7 +94,8 @@ def as_markdown(rows: Sequence[RunRow]) -> str:
 def _flat(row: RunRow) -> dict[str, object]:
     record = row.record()
     parts = record.pop("parts_s")
-    return {**record, "run_ids": " ".join(row.run_ids), **{f"{part}_s": seconds for part, seconds in parts.items()}}
+    texts = {"run_ids": " ".join(row.run_ids), "slow": "; ".join(row.slow)}
+    return {**record, **texts, **{f"{part}_s": seconds for part, seconds in parts.items()}}
 
 
 def _ms(seconds: float) -> str:

@@ -18,6 +18,9 @@ from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.memories import read_memories
 from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_losses, read_rank
+from muster.launch.look.stragglers import with_stragglers
+from muster.launch.records.runstate import read_state
+from muster.launch.records.stragglers import Straggler
 
 PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
 COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # columns of a rank's row, in seconds
@@ -56,6 +59,7 @@ class Measured:
     steps: tuple[MeasuredStep, ...]
     skipped: int
     peak_bytes: int | None  # peak memory of the rank with the highest peak
+    stragglers: tuple[Straggler, ...] = ()  # of the newest attempt
 
     @property
     def final_loss(self) -> float | None:
@@ -97,7 +101,8 @@ def read_whole(run: RunDir) -> Measured:
         peak = max(each.peak for each in read_memories(run, None)[1])
     except NotFoundError:
         peak = None
-    return Measured(run.run_id, mode, ranks, batch, unit, tuple(steps), 0, peak)
+    slow = with_stragglers(read_state(run)).stragglers
+    return Measured(run.run_id, mode, ranks, batch, unit, tuple(steps), 0, peak, slow)
 
 
 def warm_up(steps: Sequence[MeasuredStep]) -> int:

@@ -128,6 +128,8 @@ class Agent:
         """Answer a beat with the times of receipt and reply, from which the supervisor computes the clock offset."""
         heard, number = time.time(), self.attempt.number
         progress = self.attempt.progress(time.monotonic())
+        if progress is not None and not message.ranks:
+            progress = {**progress, "ranks": {}}
         await self.channel.send(wire.Heartbeat(number, message.sent, heard, time.time(), progress, self.late_s))
 
     # Before the start -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.launch.common.fields import typed
+from muster.launch.records.stragglers import read_stragglers
 
 Row = Mapping[str, Any]
 
@@ -37,6 +38,11 @@ def _hang(row: Row) -> str:
     return f"no rank has made progress for {seconds:.0f} s; asking every rank for its stacks"
 
 
+def _slow(row: Row) -> str:
+    slow = read_stragglers(row.get("stragglers"))
+    return "\n".join(f"muster: warning: slow: {each.name}: {each.evidence}" for each in slow) or "no rank is slow now"
+
+
 TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "attempt": _attempt,
     "joined": lambda row: f"all ranks joined after {row.get('seconds', 0.0):.1f} s",
@@ -46,6 +52,7 @@ TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "draining": lambda row: f"saving, then stopping: {row.get('by')}",
     "hang": _hang,
     "not_in_place": lambda row: f"muster: all ranks restart: {row.get('why')}",
+    "slow": _slow,
     "resuming": lambda row: f"continuing from {row.get('checkpoint')}",
     "restarting": _restarting,
 }

@@ -35,7 +35,7 @@ class NodeSeen(Protocol):
 
     heard: float
     progress: Progress | None
-    progress_at: float
+    ranks_at: float
 
     @property
     def host(self) -> str:
@@ -76,7 +76,7 @@ class ProgressFile:
 def _node(place: int, node: NodeSeen, now: float) -> dict[str, Any]:
     rows: list[list[Any]] = []
     if (told := node.progress) is not None:
-        since_s, wrote_s = now - node.progress_at, told["output_age_s"]
+        since_s, wrote_s = now - node.ranks_at, told["output_age_s"]
         for rank, each in told["ranks"].items():
             # a program without a session: only the time of its last output is known
             age_s = each["beats_age_s"] if told["sessions"] else wrote_s

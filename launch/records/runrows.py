@@ -18,7 +18,7 @@ TAIL_BYTES: Final = 1 << 17  # about 300 steps
 WARM_UP_STEPS: Final = 5
 MOST_WARNINGS: Final = 1000
 TOLD: Final = frozenset(
-    {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session"}
+    {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session", "slow"}
 )
 
 

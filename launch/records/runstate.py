@@ -23,6 +23,7 @@ from muster.launch.common import processes
 from muster.launch.records import lease
 from muster.launch.records.activity import NewestCheckpoint, doing, left_out, newest_saved
 from muster.launch.records.runrows import Rows, StepRate, last_metrics, read_rows, step_rate
+from muster.launch.records.stragglers import Straggler, read_stragglers
 
 if TYPE_CHECKING:
     from muster.launch.records.slurm_job import SlurmFacts
@@ -91,6 +92,7 @@ class RunState:
     rate: StepRate | None
     unit: str | None
     ranks: tuple[RankState, ...]
+    stragglers: tuple[Straggler, ...]  # as the supervisor last named them
     warnings: tuple[str, ...]
     continue_with: str  # the command that continues a run that Muster did not start; "" if muster resume does
 
@@ -183,6 +185,7 @@ def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunSt
         rate=step_rate(run),
         unit=step_row.get("unit"),
         ranks=_ranks(rows, over=state in OVER),
+        stragglers=read_stragglers(rows.told.get("slow", {}).get("stragglers")),
         warnings=tuple(rows.warnings),
         continue_with=submitted.get("continue_with") or "",
     )

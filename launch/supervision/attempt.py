@@ -40,6 +40,7 @@ from muster.slurm.notice import PREEMPTED, Notice
 SWEEP_S: Final = 3.0  # time after the grace period for nodes to report the last SIGKILL
 MEET_S: Final = 5.0  # added to the start time-out, so that the ranks report their own time-out first
 DRAIN_S: Final = 60.0
+LOOK_S: Final = 1.0  # between two looks for a hang
 LEAVING_S: Final = 5.0  # time before a scheduler's deadline that is reserved for sweeping and for requeuing the job
 LONGEST_WHY: Final = 1 << 12  # characters
 JOIN_S: Final = 6.0  # the limit for ranks that continue in place; then all restart
@@ -93,9 +94,11 @@ class Attempt:
         self.growing = False  # the drain is followed by a restart on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
+        self._looked = 0.0  # when it last looked for a hang
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
         kind = BY_KEY.get(context.job.kind)
         self.expendable = kind.expendable(context.job.settings, context.placement.world_size) if kind else ()
+        self._unswept = 0  # the node rank of a node that had not swept when last looked
         self.stuck: set[int] = set()  # node ranks of nodes where a process survives SIGKILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by `stop_deadline`
@@ -117,12 +120,17 @@ class Attempt:
             return True
         if self.stop_deadline is None:
             return not self.roster.running
-        if self.overdue:
-            return True
-        return all(
-            rank in self.roster.swept or not node.is_alive or node.hello is None
-            for rank, node in enumerate(self.roster.nodes)
-        )
+        return self.overdue or not self._waits_for_sweep()
+
+    def _waits_for_sweep(self) -> bool:
+        """Return whether a node has not swept yet. Called after each message, so it begins with the node found last."""
+        count = len(self.roster.nodes)
+        for each in range(self._unswept, self._unswept + count):
+            node = self.roster.nodes[each % count]
+            if each % count not in self.roster.swept and node.is_alive and node.hello is not None:
+                self._unswept = each % count
+                return True
+        return False
 
     def unswept(self) -> list[int]:
         """List the node ranks of nodes whose agent is alive but could not end its ranks."""
@@ -459,13 +467,16 @@ class Attempt:
             why = "the ranks lost the connections to each other"
             self.stop_all(Stop(exits.UNREACHABLE, why), why, self.job.grace_s)
             return
+        if self.startup.starting:
+            self.startup.send_starts()
         self.startup.say_waiting(now, self.deadline)
         over_s, limit_s = now - self.deadline, self.deadline - self.started_at
         if over_s > 0 and (late := self.roster.late(limit_s, patient=over_s < MEET_S)):
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
         elif self.hangs.hang is not None:
             self._end_hang(now)
-        elif self.startup.begun and not self.draining:
+        elif self.startup.begun and not self.draining and now - self._looked >= LOOK_S:
+            self._looked = now
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:

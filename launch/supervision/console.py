@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from muster.jobs.basics.terminal import last_state, rank_line, raw
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common import screen
+from muster.launch.common import rankset, screen
 from muster.launch.common.ranklogs import is_coloured, prefix
 from muster.launch.plan.plan import NodePlan
 from muster.launch.records.advice import for_run
@@ -113,7 +113,7 @@ class Console:
             for line in verdict.first.last_lines:
                 self.say(f"  {line}")
         self.say(f"muster: {verdict.message}")
-        ranks = ", ".join(map(str, sorted(each.rank for each in verdict.victims if each.rank is not None)))
+        ranks = rankset.fold(each.rank for each in verdict.victims if each.rank is not None)
         if verdict.first is not None and ranks:
             self.say(f"  stopped as a consequence: rank {ranks}")
         self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · {run.command('why')}")

@@ -28,6 +28,8 @@ TICK_S: Final = 0.25
 SILENT_S: Final = 5.0
 TOGETHER_S: Final = 5.0  # after this time, remote agents have ended their ranks by themselves (LEASE_S)
 BEAT_S: Final = 1.0
+BEATS_PER_S: Final = 5000  # of all nodes together; more nodes get beats at longer intervals
+RANKS_PER_S: Final = 4096  # of all nodes together, whose own progress is asked for
 
 
 @dataclass
@@ -61,6 +63,7 @@ class NodeState:
     late_s: float = SILENT_S  # how late its agent's periodic checks have recently been
     progress: Progress | None = None  # the newest progress record from its agent
     progress_at: float = 0.0
+    ranks_at: float = 0.0  # when `progress` last had the progress of every rank
     losses: int = 0  # how often it was lost or cut off from other nodes
     tries: int = 0  # failed tries to use it since its last loss
     tried: float = 0.0  # when it was last lost or tried, in monotonic seconds
@@ -86,7 +89,12 @@ class NodeState:
         self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
         self.late_s = min(SILENT_S, message.late_s)
         if message.progress is not None and message.attempt == attempt:
-            self.progress, self.progress_at = message.progress, time.monotonic()
+            now, told, before = time.monotonic(), message.progress, self.progress
+            if told["phases"] and not told["ranks"] and before is not None:  # this beat did not ask for the ranks
+                told["ranks"] = before["ranks"]
+            else:
+                self.ranks_at = now
+            self.progress, self.progress_at = told, now
 
     def count_loss(self, now: float) -> None:
         """Count a loss. Each loss lengthens the wait before the node is tried again."""
@@ -107,6 +115,8 @@ class RunNodes:
         # slots that have neither answered nor failed; no messages are sent until this set is empty
         self.missing = set(range(len(self.nodes)))
         self.beaten = 0.0
+        self.beat_s = max(BEAT_S, len(self.nodes) / BEATS_PER_S)
+        self._turn = 0  # the first slot whose ranks the next beat asks for
         self.own = OwnLateness(TICK_S)
         self.together_s = 0.0  # how long all nodes have been silent at the same time
         self.broken: list[int] = []  # slots whose channel turned out to be closed when sending
@@ -162,7 +172,7 @@ class RunNodes:
         return True
 
     def tick(self, now: float) -> float:
-        """Send every agent a beat each second. Exclude the delays listed above from the agents' silence.
+        """Send every agent a beat every `beat_s` seconds. Exclude the delays listed above from the agents' silence.
 
         Returns the seconds for which the supervisor itself did not run (Ctrl-Z, a sleeping laptop, a loaded machine).
         """
@@ -173,13 +183,22 @@ class RunNodes:
         else:
             self.together_s = 0.0
         uncounted_s = late_s + TICK_S * (0.0 < self.together_s <= TOGETHER_S)
-        for node in self.nodes:
-            node.heard = min(now, node.heard + uncounted_s)
-        if not self.missing and now - self.beaten >= BEAT_S:
+        if uncounted_s:
+            for node in self.nodes:
+                node.heard = min(now, node.heard + uncounted_s)
+        if not self.missing and now - self.beaten >= self.beat_s:
             self.beaten = now
-            for slot in self.alive():
-                self.send(slot, Beat(time.time()))
+            self._beat()
         return late_s
+
+    def _beat(self) -> None:
+        """Send a beat to every agent. In large runs, each beat asks some of the nodes for the progress of each rank."""
+        ranks = sum(node.place.ranks for node in self.nodes)
+        most = max(1, int(len(self.nodes) * RANKS_PER_S * self.beat_s / max(1, ranks)))
+        asked, count = self._turn, len(self.nodes)
+        for slot in self.alive():
+            self.send(slot, Beat(time.time(), (slot - asked) % count < most))
+        self._turn = (asked + most) % count
 
     def silent(self, now: float) -> list[int]:
         """Mark nodes that have been silent for too long as lost; return their slots."""

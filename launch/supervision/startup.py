@@ -12,8 +12,9 @@ On one machine there is nothing to reach, so the second step is skipped. So it i
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from muster.launch.wire.codec import ProtocolError
 
 LOOPBACK: Final = "127.0.0.1"
 WAITING_S: Final = 3.0  # pause between two messages about nodes that have not answered
+STARTS: Final = 1000  # nodes that are started at once
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
@@ -56,6 +58,8 @@ class Startup:
         self.port = 0
         self.nonce = secrets.token_hex(16)
         self.begun = False  # the ranks are being started
+        self.starts: Iterator[tuple[int, wire.Start]] = iter(())  # of the nodes that have not been started yet
+        self.starting = False  # some nodes have not been started yet
         self.complete = False  # every node has answered or failed; from now on messages are sent to them
         self._waiting: tuple[int, ...] = ()  # the nodes named in the last message about waiting
         self._say_at = time.monotonic() + WAITING_S
@@ -244,15 +248,25 @@ class Startup:
             return Stop(error.exit_code, str(error))
         self.begun = True
         self.announce(plans)
-        starts = [start_message(context, plan, store=machines[0].torch, master_port=self.port) for plan in plans]
-        if context.adopted:  # ranks wait already
+        starts: Iterable[wire.Start] = (
+            start_message(context, plan, store=machines[0].torch, master_port=self.port) for plan in plans
+        )
+        if context.adopted:  # ranks wait already, so they get their orders before the files are written
+            starts = [*starts]
             for number, start in enumerate(starts):
                 self.send(number, start)
-        for number, start in enumerate(starts):
-            write_json(attempt.command(number), vars(start))
-            if not context.adopted:
-                self.send(number, start)
+        self.starts = enumerate(starts)
+        self.send_starts()
         return None
+
+    def send_starts(self) -> None:
+        """Start the next nodes. The supervisor calls this while `starting`, and handles messages in between."""
+        attempt, count = self.context.run.attempt(self.context.attempt), len(self.roster.nodes)
+        for number, start in islice(self.starts, STARTS):
+            write_json(attempt.command(number), vars(start), indent=2 if count <= STARTS else None)
+            if not self.context.adopted:
+                self.send(number, start)
+            self.starting = number + 1 < count
 
     def joiners(self, numbers: Mapping[int, int]) -> dict[int, wire.Start]:
         """Return the orders that start ranks besides those that train. `numbers`: {rank: node rank}."""

@@ -7,10 +7,11 @@ All events arrive through one inbox, in order. Every wait has a deadline.
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
@@ -44,10 +45,13 @@ from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
 from muster.launch.supervision.story import last_advice
+from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
 from muster.slurm.notice import Notice
+
+GC_AFTER: Final = 50_000  # new objects
 
 
 class SchedulerJob(Protocol):
@@ -89,6 +93,7 @@ class Supervisor:
         """Start attempts until the run ends, and record them. Leave no process of the run, even after an error."""
         began = time.time()
         raise_open_files()
+        gc.set_threshold(GC_AFTER)  # the records of a large run live long; scanning them again and again is expensive
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals(self.run_dir)
         try:
@@ -115,6 +120,7 @@ class Supervisor:
             return refused
         self._new_attempt()
         self.inbox.spawn(self._start_agents())
+        self.inbox.spawn(watch_stragglers(lambda: self.attempt, self.log))
         while True:
             decision, choice = await self._live_through()
             if choice is None:

@@ -2,7 +2,7 @@
 
     connection ──→ is a node expected? ──no──→ closed unread
                         │ yes
-                   handshake.py, no JSON: at most UNPROVED at once, each HANDSHAKE_S and 1 KiB per line
+                   handshake.py, no JSON: at most UNPROVED at once, each _handshake_s and 1 KiB per line
                         │ proved
                    becomes the channel of its node, which is no longer expected
 
@@ -33,7 +33,8 @@ from muster.launch.wire.handshake import (
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
 UNPROVED: Final = 256  # maximum handshakes at once, plus one per node; a further one drops the oldest without greeting
-HANDSHAKE_S: Final = 10.0
+HANDSHAKE_S: Final = 10.0  # for one node; more for many
+HANDSHAKES_PER_S: Final = 400  # that a slow machine completes when all agents dial at once
 REPORT_S: Final = 1.0
 PAUSE_S: Final = 0.05  # pause after an error of accept(2), such as running out of descriptors
 
@@ -49,6 +50,7 @@ class Listener:
         self.expected = set(range(nodes))
         self.addresses: list[str] = []  # the addresses that agents may have dialled
         self._nodes = nodes
+        self._handshake_s = HANDSHAKE_S + nodes / HANDSHAKES_PER_S
         self._run = run
         self._attempt = attempt
         self._report = report
@@ -123,7 +125,7 @@ class Listener:
         """Run the handshake on a connection; turn it into a channel, or close it if it fails."""
         channel: Channel | None = None
         try:
-            node, rest = await asyncio.wait_for(self._shake_hands(connection), HANDSHAKE_S)
+            node, rest = await asyncio.wait_for(self._shake_hands(connection), self._handshake_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = await over_socket(connection, node=node, received=rest)
             self._accepted.put_nowait(channel)

@@ -215,9 +215,13 @@ FROM_AGENT: Final = table(*get_args(FromAgent))
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life from the supervisor, which the agent answers with a Heartbeat."""
+    """A sign of life from the supervisor, which the agent answers with a Heartbeat.
+
+    `ranks`: also report the progress of every single rank.
+    """
 
     sent: Seconds
+    ranks: bool = True
 
 
 @dataclass(frozen=True)

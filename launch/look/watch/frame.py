@@ -22,6 +22,7 @@ from muster.launch.look.watch.watched import MARKS, RankSight, WatchedRun
 LABEL: Final = 9  # columns
 LEAST_ROWS: Final = 4  # minimum number of rows reserved for the table
 MOST_LINES: Final = 3  # maximum number of lines of one fact
+MOST_SLOW: Final = 3  # stragglers that are described; their ranks are marked in the table
 WIDEST_HOST: Final = 24
 STYLES: Final = {"failed": "bold red", "suspended": "bold red", "hang": "bold red", "silent": "red", "slow": "yellow"}
 KEYS: Final = "q quit  j k scroll  r ranks  n nodes"
@@ -100,6 +101,7 @@ def _facts(watched: WatchedRun, width: int) -> list[Text]:
         ("loss", _loss(watched), ""),
         ("saved", _saved(watched), ""),
         ("ranks", _ranks(watched.ranks), ""),
+        *(("slow", f"{each.name}: {each.evidence}", "yellow") for each in state.stragglers[:MOST_SLOW]),
         *(("warning", text, "") for text in state.warnings[-2:]),
     ]
     return [line for what, text, style in pairs if text for line in _fact(what, text, style, width)]

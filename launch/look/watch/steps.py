@@ -1,14 +1,7 @@
-"""The newest steps of each rank, read from the ends of its files, and the detection of slow ranks.
+"""The newest steps of each rank, read from the ends of its files."""
 
-A rank's own time is its step time without waiting for other ranks. A rank is slow if two conditions hold. First, in
-three quarters of the last 20 steps, the rank's own time is at least 10 % above the median of the other ranks. Second,
-its median own time exceeds the median of the other ranks by 3.5 robust standard deviations (1.4826 x the median
-absolute deviation).
-"""
-
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final, NamedTuple
@@ -18,13 +11,8 @@ from muster.jobs.runfolder.rundir import AttemptDir
 from muster.launch.common.fields import moment, number, real, typed_line
 
 WINDOW: Final = 20  # steps
-LEAST_STEPS: Final = 10  # steps needed to judge a rank
 TAIL_BYTES: Final = 1 << 14  # about 30 steps
 SWEEP: Final = 64  # number of ranks outside the table whose files are read per refresh, in rotation
-SLOW: Final = 1.1
-OUTLIER: Final = 3.5
-DEVIATION: Final = 1.4826  # ratio of the standard deviation to the median absolute deviation of a normal distribution
-MOST_SLOW: Final = 64
 
 
 class WatchedStep(NamedTuple):
@@ -42,7 +30,6 @@ class RankSteps:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.steps: deque[WatchedStep] = deque(maxlen=WINDOW)
-        self.own: tuple[float, float] | None = None  # the lower quartile and the median
         self.step_s: float | None = None  # the median
         self.communication: float | None = None  # share of a step
         self._seen: tuple[int, int] | None = None
@@ -67,11 +54,9 @@ class RankSteps:
         if not self.steps:
             return
         self.step_s = median(step.seconds for step in self.steps)
-        own = sorted(step.own_s for step in self.steps if step.own_s is not None)
+        own = [step.own_s for step in self.steps if step.own_s is not None]
         if own:
             self.communication = max(0.0, 1.0 - fmean(own) / fmean(step.seconds for step in self.steps))
-        if len(own) >= LEAST_STEPS:
-            self.own = (own[len(own) // 4], own[len(own) // 2])
 
     @property
     def pace_s(self) -> float | None:
@@ -117,22 +102,3 @@ class AllSteps:
         self._next = (self._next + sweep) % max(world_size, 1)
         for rank in turn | {each for each in {0, *shown} if each < world_size}:
             self.of(rank).look()
-
-
-def slow_ranks(own: Mapping[int, tuple[float, float]]) -> frozenset[int]:
-    """Return the slow ranks. `own` has the lower quartile and median own time of ranks that do the same work."""
-    if len(own) < 2:
-        return frozenset()
-    ordered = sorted(middle for _, middle in own.values())
-    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the median of the other ranks is at least `least / SLOW`
-    suspects = sorted((rank for rank, (low, _) in own.items() if low >= least), key=lambda rank: -own[rank][0])
-    found = []
-    for rank in suspects[:MOST_SLOW]:
-        low, middle = own[rank]
-        place = bisect_left(ordered, middle)
-        others = ordered[:place] + ordered[place + 1 :]
-        usual = median(others)
-        spread = DEVIATION * median(abs(each - usual) for each in others)
-        if low >= SLOW * usual and middle > usual + OUTLIER * spread:
-            found.append(rank)
-    return frozenset(found)

@@ -19,10 +19,13 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.schedule import GUESSED_STALL_S, failures_so_far
 from muster.launch.common.fields import MOST_RANKS, real, typed_line
 from muster.launch.common.follow import LineFollower
-from muster.launch.look.watch.steps import SWEEP, AllSteps, slow_ranks
+from muster.launch.look.stragglers import places_in
+from muster.launch.look.watch.steps import SWEEP, AllSteps
+from muster.launch.records.paces import PaceWatch
 from muster.launch.records.progress_file import RunProgress, read_progress
 from muster.launch.records.runrows import Rows, last_rows, read_ending
-from muster.launch.records.runstate import RankState, RunState, read_state
+from muster.launch.records.runstate import DIRECT, RankState, RunState, read_state
+from muster.launch.records.stragglers import named, teams_of
 from muster.launch.supervision.progress import FRESH_S
 
 if TYPE_CHECKING:
@@ -79,7 +82,7 @@ class RunReader:
         self._attempt: int | None = None
         self._steps: AllSteps | None = None
         self._settings: CheckpointSettings | None = None
-        self._stages = 1
+        self._paces: PaceWatch | None = None  # of a run without a supervisor
         self._knows_job = False
         self._failures = (0.0, 0)
 
@@ -94,8 +97,11 @@ class RunReader:
         if self._steps is None or state.attempt != self._attempt:
             self._attempt = state.attempt
             self._steps = AllSteps(self.run.attempt(state.attempt or 0))
-            self._read_job(world_size)
+            self._read_job(world_size, direct=state.transport == DIRECT)
         self._steps.look(world_size, shown, sweep)
+        if self._paces is not None and not state.is_over:
+            self._paces.look(sweep)
+            state = replace(state, stragglers=tuple(named(self._paces.found, self._paces.teams, places_in(state))))
         progress = None if state.is_over else read_progress(self.run)
         if progress is not None and progress.attempt != state.attempt:
             progress = None
@@ -111,25 +117,26 @@ class RunReader:
                 self._rows.take(row)
         return replace(self._rows)  # a copy, because the caller may change it
 
-    def _read_job(self, world_size: int) -> None:
-        """Read the checkpoint settings and the number of pipeline stages from the job."""
+    def _read_job(self, world_size: int, *, direct: bool) -> None:
+        """Read the checkpoint settings from the job and, without a supervisor, which ranks do the same work."""
         from muster.jobs.spec.expand import split_of
         from muster.jobs.spec.load import load_job
         from muster.jobs.spec.train import TrainSettings
         from muster.launch.common.kinds import KINDS
 
-        self._settings, self._stages, self._failures = None, 1, failures_so_far(self.run)
+        self._settings, self._paces, self._failures = None, None, failures_so_far(self.run)
         try:
             job = load_job(self.run.job, KINDS, allow_unread=True).job
             self._settings, self._knows_job = job.checkpoint, True
-            if isinstance(job.settings, TrainSettings):
-                self._stages = max(1, split_of(job.settings, world_size).pipe)
+            if direct and isinstance(job.settings, TrainSettings):
+                teams = teams_of(split_of(job.settings, world_size))
+                self._paces = PaceWatch(self.run.attempt(self._attempt or 0), teams)
         except MusterError:  # no job file, or the number of ranks does not fit it: shown as unknown
             pass
 
     def _ranks(self, state: RunState, progress: RunProgress | None) -> tuple[RankSight, ...]:
         assert self._steps is not None
-        now, slow = time.time(), self._slow(state)
+        now, slow = time.time(), {rank for each in state.stragglers for rank in each.ranks}
         hangs = "hang" in self._rows.told
         sights = []
         for each in state.ranks:
@@ -155,16 +162,6 @@ class RunReader:
                 )
             )
         return tuple(sights)
-
-    def _slow(self, state: RunState) -> frozenset[int]:
-        """Return the slow ranks. In a pipeline, a rank is compared only with ranks of the same stage."""
-        assert self._steps is not None
-        of_stage = max(1, (state.world_size or 0) // self._stages)
-        stages: dict[int, dict[int, tuple[float, float]]] = {}
-        for rank, steps in self._steps.ranks.items():
-            if steps.own is not None:
-                stages.setdefault(rank // of_stage, {})[rank] = steps.own
-        return frozenset().union(*map(slow_ranks, stages.values()))
 
     def _watched(self, state: RunState, ranks: tuple[RankSight, ...]) -> WatchedRun:
         assert self._steps is not None

@@ -16,7 +16,7 @@ from muster.jobs.hosts.placement import NodePlacement
 from muster.launch.cli import main
 from muster.launch.look.watch import steps as steps_of_ranks
 from muster.launch.look.watch.frame import ViewChoice, WatchFrame, draw
-from muster.launch.look.watch.steps import TAIL_BYTES, RankSteps, slow_ranks
+from muster.launch.look.watch.steps import TAIL_BYTES, RankSteps
 from muster.launch.look.watch.watched import RunReader, WatchedRun
 from muster.launch.records.progress_file import ProgressFile, read_progress
 from muster.launch.supervision.run_nodes import NodeState
@@ -31,11 +31,6 @@ def a_step(number: int, *, work_s: float = 0.06, seconds: float = 0.1, **fields:
     """A rank's row: what of the step is not work it has waited for others."""
     row = {"step": number, "steps": 500, "attempt": 0, "time": time.time(), "step_s": seconds}
     return row | {"forward_s": work_s, "communication_s": seconds - work_s} | fields
-
-
-def own(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[len(values) // 4], ordered[len(values) // 2]
 
 
 def text_of(frame: WatchFrame) -> str:
@@ -186,28 +181,7 @@ def test_the_next_checkpoint_follows_the_job(make_run: Any, policy: str | None, 
     assert (watched.next_save and watched.next_save[0]) == (due if due is None else pytest.approx(due, abs=1))
 
 
-# Slow ranks -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_computes_20_percent_longer_is_slow_among_two_and_among_a_thousand() -> None:
-    chance = random.Random(3)
-    for count in (2, 3, 16, 1000):
-        times = {rank: own([chance.gauss(1.0, 0.03) for _ in range(20)]) for rank in range(count)}
-        assert slow_ranks(times) == frozenset()
-        times[1] = own([chance.gauss(1.2, 0.03) for _ in range(20)])
-        assert slow_ranks(times) == {1}
-
-
-def test_single_steps_and_noise_make_no_rank_slow() -> None:
-    chance = random.Random(4)
-    spike = {0: own([1.0] * 20), 1: own([1.0] * 16 + [50.0] * 4)}
-    assert slow_ranks(spike) == frozenset()
-    marked = 0
-    for _ in range(200):
-        noisy = {rank: own([chance.lognormvariate(0.0, 0.3) for _ in range(20)]) for rank in range(8)}
-        marked += bool(slow_ranks(noisy))
-    assert marked <= 2
-    assert slow_ranks({0: own([1.0] * 20)}) == frozenset()
+# Steps ----------------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_end_of_a_file_is_read_and_a_torn_line_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +215,7 @@ def test_progress_is_written_at_most_once_a_second_for_this_user_and_read_back(m
     run.path.chmod(0o700)
     rank = {"phase": "run", "steps": 7, "beats_age_s": 1.5, "state": "T"}
     told: Any = {"sessions": 1, "output_age_s": None, "ranks": {"3": rank, "a name that a node made up": rank}}
-    node = NodeState(
-        NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, progress_at=time.monotonic()
-    )
+    node = NodeState(NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, ranks_at=time.monotonic())
     file = ProgressFile(run)
     file.write(2, [node])
     assert run.progress.stat().st_mode & 0o777 == 0o600

@@ -425,3 +425,15 @@ def test_at_the_time_limit_a_program_is_queued_again_where_the_job_has_restart(
     assert asked.limits == [True]  # type: ignore[attr-defined]
     asked.attempt.noticed(Notice("time limit", time.time() + 40.0))
     assert (asked.attempt.verdict().code, asked.orders(StopRanks)[0][1].reason) == (code, "time limit")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_stopped_attempt_is_over_once_every_node_has_swept_in_any_order(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    played = Played(tmp_path).working()
+    played.attempt.stop_all(STOP, "Ctrl-C", 1.0)
+    for node in order:
+        assert not played.attempt.is_over()
+        played.attempt.take(node, Swept(0, 1, ()))
+    assert played.attempt.is_over()

@@ -83,3 +83,30 @@ def test_an_agent_that_has_never_answered_a_beat_may_still_be_starting() -> None
     made.run_nodes.greeted(1, hello(host="n1"), Channel())
     made.run_nodes.nodes[1].heard = made.now
     assert made.until_lost(heard=(0,)) == {1: 2 * SILENT_S + TICK_S}
+
+
+def test_in_a_large_run_each_beat_asks_other_nodes_for_their_ranks_and_the_known_progress_stays() -> None:
+    places = [NodePlacement(number, f"n{number}", "", number * 1024, 1024) for number in range(10)]
+    run_nodes, asked = RunNodes(places), list[list[int]]()
+    run_nodes.missing.clear()
+    for node in run_nodes.nodes:
+        node.channel, node.hello = Channel(), hello()  # type: ignore[assignment]
+    for second in range(5):
+        run_nodes.tick(BEGAN + 2 * second)
+        beats = [node.channel.posted[-1] for node in run_nodes.nodes if node.channel is not None]  # type: ignore[attr-defined]
+        asked.append([number for number, beat in enumerate(beats) if beat.ranks])
+    assert asked == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9], [2, 3, 4, 5], [6, 7, 8, 9]]
+    node, of_rank = run_nodes.nodes[0], {"phase": "run", "steps": 3, "beats_age_s": 0.1, "state": ""}
+    told = {"steps": 3, "phases": ("run",), "beats_age_s": 0.1, "slowest_s": 0.1, "sessions": 1, "output_age_s": None}
+    for ranks in ({"0": of_rank}, {}):
+        node.beat(Heartbeat(0, 1.0, 1.0, 1.0, {**told, "ranks": ranks}), 1.0, 0)  # type: ignore[typeddict-item]
+        assert node.progress is not None
+        assert node.progress["ranks"] == {"0": of_rank}
+    assert node.ranks_at < node.progress_at
+    node.beat(Heartbeat(0, 1.0, 1.0, 1.0, {**told, "phases": (), "ranks": {}}), 1.0, 0)  # type: ignore[typeddict-item]
+    assert node.progress["ranks"] == {}  # all have ended
+
+
+def test_more_nodes_than_the_supervisor_can_beat_in_a_second_get_beats_less_often() -> None:
+    assert RunNodes([NodePlacement(number, "n", "", number, 1) for number in range(10_000)]).beat_s == 2.0
+    assert RunNodes([NodePlacement(number, "n", "", number, 1) for number in range(1000)]).beat_s == 1.0

@@ -376,3 +376,18 @@ def test_an_environment_that_cannot_be_set_stops_the_run_before_anything_starts(
     stop = start.reached(1)
     assert stop == Stop(78, "job file: env.RANK: Muster sets this for each rank; remove it")
     assert start.orders(wire.Start) == []
+
+
+def test_many_nodes_are_started_in_parts_between_which_the_supervisor_hears_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muster.launch.supervision.startup.STARTS", 2)
+    start = Start(tmp_path, nodes=5).all_answer()
+    start.prepared([("eth1", "10.10.1.1")])
+    for node in range(5):
+        start.reached(node)
+    found = [[node for node, _ in start.orders(wire.Start)]]
+    while start.startup.starting:
+        start.startup.send_starts()
+        found.append([node for node, _ in start.orders(wire.Start)])
+    assert found == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]

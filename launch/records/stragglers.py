@@ -1,0 +1,295 @@
+"""Decide which ranks are persistently slow, and name the node or GPU if all its ranks are. Pure.
+
+    rank 0   compute          | wait      own time: a step without its waits for other ranks
+    rank 1   compute (slow)           |   slow: a long own time, and the others wait for it
+    rank 2   compute          | wait
+
+Ranks are compared only within their team: ranks that do the same work in the same step. A team is one stage of a
+pipeline in all its replicas. Its units are single ranks, or groups of tensor ranks, which wait for each other within a
+step. A window holds the newest steps of every rank. The usual time of a unit is the median of the others' medians. A
+unit is suspect in a window if two things hold:
+
+    above      the median of its own time is at least ABOVE times the usual time
+    waits      the others wait longer than it does, by at least half of its excess
+
+It is named if it was suspect in WINDOWS windows in a row, and the median over these windows satisfies:
+
+    effect     its own time is at least SLOW times the usual time
+    chance     the lower end of the 99 % interval of its own time is at least LEAST times the usual time
+    spread     its excess is at least OUTLIER robust standard deviations of the others' times (1.4826 x the median
+               absolute deviation)
+
+It remains named while it is suspect in half of the newest windows. A rank with more samples may take longer: the usual
+time of a rank that has n samples is computed with the others' times scaled by n / their samples, if that exceeds 1.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from muster.launch.common.fields import MOST_RANKS, below, number, real, text
+from muster.launch.common.rankset import fold
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.modes import Parallel
+
+WINDOWS: Final = 4
+STEPS: Final = 10  # the fewest steps of a rank in a window
+ABOVE: Final = 1.03
+SLOW: Final = 1.1
+LEAST: Final = 1.05
+OUTLIER: Final = 3.5
+MOST_DEVIATIONS: Final = 1e6
+DEVIATION: Final = 1.4826  # standard deviation / median absolute deviation, for normally distributed values
+PRESENT: Final = 2 / 3  # share of a team's units that a window must have
+MOST: Final = 64  # units of a team that are judged in a window: the slowest
+PARTS: Final = ("data", "forward and backward", "optimizer")
+KINDS: Final = ("node", "gpu", "rank", "ranks")
+
+Unit = tuple[int, ...]  # a rank, or the tensor ranks of one replica
+Team = Sequence[Unit]
+
+
+class Pace(NamedTuple):
+    """A rank's steps in one window: medians, in seconds."""
+
+    first: int  # step
+    last: int
+    own_s: float
+    least_s: float  # the lower end of the 99 % interval of `own_s`
+    waits_s: float
+    samples: float  # per step; 0: unknown
+    parts_s: tuple[float, float, float]  # as in PARTS
+
+
+class Slowness(NamedTuple):
+    """A unit that is suspect in a window, or in several: times as in `Pace`, beside the `usual_s` of the others."""
+
+    own_s: float
+    least_s: float
+    usual_s: float
+    deviations: float  # of the others' times, in its excess
+    waits_s: float  # how much longer the others wait
+    part: str
+    first: int
+    last: int
+
+
+Window = Mapping[int, Pace]
+Verdicts = Mapping[Unit, Slowness]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. `gpu`: its number on the node, or None."""
+
+    node: int
+    host: str
+    gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A node, a GPU, a rank or a group of ranks that is persistently slow, with the evidence. Times in seconds."""
+
+    kind: str  # in KINDS
+    node: int | None
+    host: str
+    gpu: int | None
+    ranks: tuple[int, ...]
+    own_s: float
+    least_s: float  # the lower end of the 99 % interval of `own_s`
+    usual_s: float  # of the other ranks that do the same work
+    waits_s: float  # how much longer the others wait in a step
+    part: str  # of the step; it has most of the excess
+    first_step: int
+    last_step: int
+
+    @property
+    def name(self) -> str:
+        """The name of the node, GPU or ranks."""
+        who = f"rank{'s' * (len(self.ranks) > 1)} {fold(self.ranks)}"
+        if self.node is None:
+            return who
+        node = f"node {self.node} ({self.host})"
+        if self.kind == "node":
+            return f"{node}, {who}"
+        return f"GPU {self.gpu} of {node}, {who}" if self.kind == "gpu" else f"{who} on {node}"
+
+    @property
+    def evidence(self) -> str:
+        """The measurements, as text."""
+        ms = [f"{each * 1e3:.3g}" for each in (self.own_s, self.usual_s, self.waits_s)]
+        ratio, least = self.own_s / self.usual_s, self.least_s / self.usual_s
+        return (
+            f"{ratio:.2f} x the usual own time of a step ({ms[0]} ms against {ms[1]} ms; at least {least:.2f} x), "
+            f"most of it in {self.part}; the others wait {ms[2]} ms longer per step (steps {self.first_step} to "
+            f"{self.last_step})"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the record for JSON."""
+        return asdict(self)
+
+
+def teams_of(split: "Parallel") -> list[list[Unit]]:
+    """Return the teams of a split. With parameter servers, a slow rank delays nobody, so there are none."""
+    if split.sync == "asynchronous" or split.data < 2:
+        return []
+    width = split.tensor
+    of_stage = [range(stage * split.data, (stage + 1) * split.data) for stage in range(split.pipe)]
+    return [[tuple(range(unit * width, (unit + 1) * width)) for unit in units] for units in of_stage]
+
+
+def suspects_in(window: Window, teams: Sequence[Team]) -> dict[Unit, Slowness]:
+    """Return the units that are suspect in one window."""
+    found: dict[Unit, Slowness] = {}
+    for team in teams:
+        present = {unit: _joint([window[rank] for rank in unit]) for unit in team if window.keys() >= {*unit}}
+        if len(present) >= max(2.0, PRESENT * len(team)):
+            found |= _suspects_of(present)
+    return found
+
+
+def persistent(verdicts: Sequence[Verdicts], named: Collection[Unit] = ()) -> dict[Unit, Slowness]:
+    """Return the persistently slow units, from the verdicts on consecutive windows, oldest first.
+
+    `named`: the units that were persistently slow before.
+    """
+    newest = verdicts[-WINDOWS:]
+    found = {}
+    for unit in set().union(*newest):
+        suspect = [each[unit] for each in newest if unit in each]
+        slow = _over(suspect)
+        is_slow = slow.own_s >= SLOW * slow.usual_s and slow.least_s >= LEAST * slow.usual_s
+        is_new = len(suspect) == WINDOWS and is_slow and slow.deviations >= OUTLIER
+        if is_new or (unit in named and 2 * len(suspect) >= len(newest)):
+            found[unit] = slow
+    return found
+
+
+def named(found: Mapping[Unit, Slowness], teams: Sequence[Team], places: Mapping[int, Place]) -> list[Straggler]:
+    """Name slow units, the slowest first. If all judged ranks of a node or GPU are slow, name it instead of them."""
+    slow = {rank: unit for unit in found for rank in unit}
+    judged = {rank for team in teams for unit in team for rank in unit}
+    left, stragglers = dict.fromkeys(found), list[Straggler]()
+    for kind in ("node", "gpu"):
+        for place, ranks in _by(kind, places, judged).items():
+            units = list(dict.fromkeys(slow[rank] for rank in ranks if rank in slow))
+            if sorted(rank for unit in units for rank in unit) == ranks and left.keys() >= {*units}:
+                stragglers.append(_straggler(kind, place, ranks, [found[unit] for unit in units]))
+                left = {unit: None for unit in left if unit not in units}
+    for unit in left:
+        where = {places.get(rank) for rank in unit}
+        kind = "rank" if len(unit) == 1 else "ranks"
+        stragglers.append(_straggler(kind, where.pop() if len(where) == 1 else None, unit, [found[unit]]))
+    return sorted(stragglers, key=lambda each: -each.own_s / each.usual_s)
+
+
+def read_stragglers(records: Any) -> tuple[Straggler, ...]:
+    """Return the valid stragglers in the value of an event row."""
+    return tuple(each for record in records if (each := _read(record)) is not None) if isinstance(records, list) else ()
+
+
+# Windows --------------------------------------------------------------------------------------------------------------
+
+
+def _joint(paces: Sequence[Pace]) -> Pace:
+    """Return the pace of a unit: that of its ranks, which wait for each other within a step."""
+    return paces[0] if len(paces) == 1 else sorted(paces, key=lambda each: each.own_s)[len(paces) // 2]
+
+
+def _suspects_of(team: Mapping[Unit, Pace]) -> dict[Unit, Slowness]:
+    times = sorted(pace.own_s for pace in team.values())
+    bound = ABOVE * times[(len(times) - 2) // 2]  # no unit below it can be suspect: the others' median is not smaller
+    suspects = sorted((unit for unit in team if team[unit].own_s >= bound), key=lambda unit: -team[unit].own_s)
+    verdicts = ((unit, _judge(team[unit], [team[each] for each in team if each != unit])) for unit in suspects[:MOST])
+    return {unit: slow for unit, slow in verdicts if slow is not None}
+
+
+def _judge(pace: Pace, others: Sequence[Pace]) -> Slowness | None:
+    scaled = [other.own_s * _share(pace, other) for other in others]
+    usual_s, waits_s = median(scaled), median(other.waits_s for other in others) - pace.waits_s
+    spread_s = DEVIATION * median(abs(each - usual_s) for each in scaled)
+    excess_s = pace.own_s - usual_s
+    if pace.own_s < ABOVE * usual_s or waits_s < excess_s / 2:
+        return None
+    excess = [own - median(other.parts_s[at] for other in others) for at, own in enumerate(pace.parts_s)]
+    part = PARTS[excess.index(max(excess))]
+    deviations = min(MOST_DEVIATIONS, excess_s / spread_s) if spread_s else MOST_DEVIATIONS
+    return Slowness(pace.own_s, pace.least_s, usual_s, deviations, waits_s, part, pace.first, pace.last)
+
+
+def _share(pace: Pace, other: Pace) -> float:
+    """Return how much longer `pace` may take than `other` because it has more samples."""
+    return max(1.0, pace.samples / other.samples) if pace.samples and other.samples else 1.0
+
+
+def _over(slow: Sequence[Slowness]) -> Slowness:
+    """Combine the suspicions of several windows, or on several units."""
+    parts = [each.part for each in slow]
+    return Slowness(
+        own_s=median(each.own_s for each in slow),
+        least_s=median(each.least_s for each in slow),
+        usual_s=median(each.usual_s for each in slow),
+        deviations=median(each.deviations for each in slow),
+        waits_s=median(each.waits_s for each in slow),
+        part=max(parts, key=parts.count),
+        first=min(each.first for each in slow),
+        last=max(each.last for each in slow),
+    )
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def _by(kind: str, places: Mapping[int, Place], judged: Collection[int]) -> dict[Place, list[int]]:
+    """Group the judged ranks by node or by GPU. Ranks without a GPU are not in a group of a GPU."""
+    groups: dict[Place, list[int]] = {}
+    for rank in sorted(judged & places.keys()):
+        place = places[rank]
+        if kind == "node":
+            groups.setdefault(Place(place.node, place.host), []).append(rank)
+        elif place.gpu is not None:
+            groups.setdefault(place, []).append(rank)
+    return groups
+
+
+def _straggler(kind: str, place: Place | None, ranks: Sequence[int], slow: Sequence[Slowness]) -> Straggler:
+    all_of = _over(slow)
+    return Straggler(
+        kind=kind,
+        node=None if place is None else place.node,
+        host="" if place is None else place.host,
+        gpu=None if place is None or kind == "node" else place.gpu,
+        ranks=tuple(sorted(ranks)),
+        own_s=all_of.own_s,
+        least_s=all_of.least_s,
+        usual_s=all_of.usual_s,
+        waits_s=all_of.waits_s,
+        part=all_of.part,
+        first_step=all_of.first,
+        last_step=all_of.last,
+    )
+
+
+def _read(record: Any) -> Straggler | None:
+    if not isinstance(record, dict):
+        return None
+    kind, host, part, listed = (
+        text(record.get("kind")),
+        text(record.get("host")),
+        record.get("part"),
+        record.get("ranks"),
+    )
+    rank_of = below(MOST_RANKS)
+    ranks = tuple(each for rank in listed if (each := rank_of(rank)) is not None) if isinstance(listed, list) else ()
+    times: dict[str, Any] = {name: real(record.get(name)) for name in ("own_s", "least_s", "usual_s", "waits_s")}
+    steps: dict[str, Any] = {name: number(record.get(name), least=0) for name in ("first_step", "last_step")}
+    if kind not in KINDS or host is None or part not in PARTS or not ranks or not times["usual_s"]:
+        return None
+    if None in (*times.values(), *steps.values()):
+        return None
+    where: dict[str, Any] = {"node": rank_of(record.get("node")), "gpu": number(record.get("gpu"), least=0)}
+    return Straggler(kind=kind, host=host, part=part, ranks=ranks, **where, **times, **steps)
