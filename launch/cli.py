@@ -62,6 +62,7 @@ GROUPS = (
         "measure",
         (
             ("bench", "measure collectives, or models alone; show, compare, plot and fit the results"),
+            ("advise", "predict the step of every way to split a job, and choose the best"),
             ("predict", "predict times, the best bucket and a job's steps from measurements"),
             ("schedule", "draw a pipeline's step: which rank computes what and when, and how long ranks are idle"),
         ),

@@ -50,6 +50,8 @@ class Lanes:
 
     concurrent: int = NCCL_STREAMS
     host_s: float = 0.0  # time by which starting a collective delays the backward
+    slowed: float = 1.0  # factor of the backward's time while a collective runs, because they share cores
+    busy_s: float = 0.0  # additional time of a collective that has to wait for a core beside the backward
 
     @classmethod
     def of(cls, backend: str) -> "Lanes":
@@ -102,7 +104,11 @@ def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Predi
 def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[PredictedBucket]:
     """Return a model's gradients in reverse order of registration. Muster's own wrappers send them in this order."""
     ready = {tensor.name: share * backward_s for tensor, share in model.ready()}
-    return [PredictedBucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
+    return [
+        PredictedBucket(tensor.elements * itemsize, ready[tensor.name])
+        for tensor in reversed(model.tensors)
+        if tensor.trained
+    ]
 
 
 def at_most(gradients: Sequence[PredictedBucket], cap: int) -> list[PredictedBucket]:
@@ -164,24 +170,55 @@ def as_torch(
     return [*buckets, PredictedBucket(size, ready_s)] if size else buckets
 
 
+@dataclass(frozen=True)
+class OverlappedBackward:
+    """A backward with collectives beside it: seconds from its beginning until the last bucket is sent, and its end."""
+
+    sent_s: float
+    backward_s: float
+
+    @property
+    def end_s(self) -> float:
+        """The time when both have ended."""
+        return max(self.sent_s, self.backward_s)
+
+
 def finish_s(buckets: Sequence[PredictedBucket], time_of: TimeOf, lanes: Lanes) -> float:
-    """Return the time from the beginning of the backward until the last bucket has been sent.
+    """Return the time from the beginning of the backward until the last bucket has been sent."""
+    return overlapped(buckets, max((each.ready_s for each in buckets), default=0.0), time_of, lanes).sent_s
+
+
+def overlapped(
+    buckets: Sequence[PredictedBucket], backward_s: float, time_of: TimeOf, lanes: Lanes
+) -> OverlappedBackward:
+    """Simulate a backward and the collectives that it launches.
 
     Between events, all running collectives share the link equally. Starting a collective delays the backward, and with
-    it all gradients that become ready later.
+    it all gradients that become ready later. While a collective runs, the backward is slower by `lanes.slowed`. A
+    collective that starts before the end of the backward takes `lanes.busy_s` longer.
     """
     waiting = [PredictedBucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
-    now, running = 0.0, list[float]()  # seconds of link time that each running collective still needs
-    while waiting or running:
-        while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
-            running.append(time_of(waiting.pop(0).nbytes))
+    whole_s = backward_s + len(buckets) * lanes.host_s
+    now, done, running = 0.0, 0.0, list[float]()  # done: seconds of the backward; running: link seconds still needed
+    ended_s = sent_s = 0.0
+    while waiting or running or done < whole_s:
+        while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= done + ROUNDING:
+            beside_s = lanes.busy_s if done < whole_s - ROUNDING else 0.0
+            running.append(time_of(waiting.pop(0).nbytes) + beside_s)
+        pace = 1 / lanes.slowed if running else 1.0
         until = [left * len(running) for left in running]
+        if done < whole_s:
+            until.append((whole_s - done) / pace)
         if waiting and len(running) < lanes.concurrent:
-            until.append(waiting[0].ready_s - now)
+            until.append((waiting[0].ready_s - done) / pace)
         step = max(min(until), 0.0)
-        running = [left - step / len(running) for left in running if left - step / len(running) > ROUNDING]
-        now += step
-    return now
+        now, before = now + step, len(running)
+        running = [left for each in running if (left := each - step / before) > ROUNDING]
+        sent_s = now if len(running) < before else sent_s
+        if done < whole_s:
+            done = min(done + step * pace, whole_s) if whole_s - done - step * pace > ROUNDING else whole_s
+            ended_s = now
+    return OverlappedBackward(sent_s, ended_s)
 
 
 def curve(

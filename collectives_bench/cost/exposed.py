@@ -8,7 +8,7 @@ link sends the first bytes after a pause immediately, and a gather begins while 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from muster.collectives_bench.cost.buckets import (
     OWN_ALONE,
@@ -20,6 +20,7 @@ from muster.collectives_bench.cost.buckets import (
     at_most,
     finish_s,
     gradients_of,
+    overlapped,
     registered,
 )
 from muster.collectives_bench.cost.load import RankLoad
@@ -27,7 +28,7 @@ from muster.collectives_bench.cost.modes import WAYS, TurnOrder, cut, messages
 from muster.jobs.basics.errors import RefusedError
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.profile import Profile
+    from muster.collectives_bench.cost.predicting import Prediction
 
 COPY_BYTES_S: Final = (
     4e9  # bytes/s at which a rank reads or writes gradients: 3.75 GB/s for four ranks on two cores, 8.6 for one
@@ -55,11 +56,23 @@ class Compute:
 NO_COMPUTE: Final = Compute(0.0, 0.0)
 
 
+class Network(Protocol):
+    """A source of the times of exchanges: a profile, or one derived from it."""
+
+    def predict(
+        self, operation: str, nbytes: float, *, ranks: int, nodes: int, backend: str | None, back_to_back: bool
+    ) -> "Prediction":
+        """Predict an exchange."""
+
+
 class Times:
     """Predicted times of exchanges in a world: the low end, the middle or the high end of their intervals."""
 
-    def __init__(self, network: "Profile", load: RankLoad, nodes: int, bound: Bound) -> None:
+    def __init__(
+        self, network: "Network", load: RankLoad, nodes: int, bound: Bound, lanes: Lanes | None = None
+    ) -> None:
         self.load = load
+        self.lanes = lanes or Lanes.of(load.backend)
 
         @cache
         def ask(operation: str, nbytes: int, ranks: int, back_to_back: bool) -> float:
@@ -94,9 +107,13 @@ class Times:
 
     def reduced(self, buckets: Sequence[PredictedBucket]) -> float:
         """Return the seconds from the beginning of the backward until the all-reduces of all buckets have ended."""
-        return finish_s(
-            buckets, lambda nbytes: self.of("all_reduce", nbytes, back_to_back=True), Lanes.of(self.load.backend)
-        )
+        return finish_s(buckets, self.of_mode("bucketed"), self.lanes)
+
+    def of_mode(self, name: str) -> Callable[[int], float]:
+        """Return the function from a bucket's bytes to the seconds of its exchange in a mode."""
+        if WAYS[name].zero:
+            return lambda nbytes: self.best(REDUCE_SCATTERS, nbytes)
+        return lambda nbytes: self.of("all_reduce", nbytes, back_to_back=True)
 
 
 Exposed = Callable[[RankLoad, Compute, Times], float]
@@ -163,22 +180,43 @@ def own_buckets(load: RankLoad) -> Callable[[Sequence[PredictedBucket], int | No
     return partial(as_ours, alone=None if load.backend == "nccl" else OWN_ALONE)
 
 
-def _during(load: RankLoad, compute: Compute, times: Times, cap: int | None) -> float:
-    """Fill buckets by the gradients' own bytes, then send them in the communication dtype during the backward."""
-    gradients = registered(load.model, load.recipe.gradient, compute.backward_s)
-    made = own_buckets(load)(gradients, cap)
-    sent = [PredictedBucket(load.sent_bytes(each.nbytes), each.ready_s) for each in made]
-    return _after_backward(times.reduced(sent), compute)
+def _bucketed(load: RankLoad, compute: Compute, cap: int | None) -> list[PredictedBucket]:
+    """Fill buckets by the gradients' own bytes; they are sent in the communication dtype."""
+    made = own_buckets(load)(registered(load.model, load.recipe.gradient, compute.backward_s), cap)
+    return [PredictedBucket(load.sent_bytes(each.nbytes), each.ready_s) for each in made]
 
 
-def _ddp(load: RankLoad, compute: Compute, times: Times) -> float:
-    return _after_backward(times.reduced(as_torch(_gradients(load, compute))), compute)
+BUCKETS: Final[dict[str, Callable[[RankLoad, Compute], list[PredictedBucket]]]] = {  # sent during the backward
+    "overlap": lambda load, compute: _bucketed(load, compute, 0),
+    "bucketed": lambda load, compute: _bucketed(load, compute, load.bucket_bytes),
+    "ddp": lambda load, compute: as_torch(_gradients(load, compute)),
+    **dict.fromkeys(
+        ("zero1", "zero2"),
+        lambda load, compute: at_most(_gradients(load, compute), load.bucket_bytes or TORCH_BUCKET),
+    ),
+}
+
+
+def _during(name: str) -> "Exposed":
+    return lambda load, compute, times: _after_backward(times.reduced(BUCKETS[name](load, compute)), compute)
+
+
+def slowing_s(name: str, load: RankLoad, compute: Compute, times: Times) -> float:
+    """Return how much longer a mode's backward takes because collectives run beside it. It is part of the exposed time.
+
+    Raises:
+        RefusedError: if an operation of the mode is unknown.
+    """
+    if name not in BUCKETS or load.ranks == 1:
+        return 0.0
+    found = overlapped(BUCKETS[name](load, compute), compute.backward_s, times.of_mode(name), times.lanes)
+    return found.backward_s - compute.backward_s
 
 
 def _zero12(load: RankLoad, compute: Compute, times: Times) -> float:
     """Reduce-scatter buckets during the backward, then all-gather the new parameters after the optimizer."""
-    buckets = at_most(_gradients(load, compute), load.bucket_bytes or TORCH_BUCKET)
-    end_s = finish_s(buckets, lambda nbytes: times.best(REDUCE_SCATTERS, nbytes), Lanes.of(load.backend))
+    buckets = BUCKETS["zero1"](load, compute)
+    end_s = finish_s(buckets, times.of_mode("zero1"), times.lanes)
     share = load.recipe.parameter / load.recipe.gradient
     gathers = sum(times.best(ALL_GATHERS, round(bucket.nbytes * share)) for bucket in buckets)
     return _after_backward(end_s, compute) + gathers
@@ -197,7 +235,8 @@ def _sharded(
     gathers = [times.best(all_gathers, size * load.recipe.parameter) for size in sizes]
     scatters = [times.best(reduce_scatters, size * load.recipe.gradient) for size in sizes]
     forward = _shares([sum(part.flops for part in unit) for unit in units], compute.forward_s)
-    backward = _shares([sum(part.backward_flops for part in unit) for unit in units], compute.backward_s)
+    work = [sum(part.backward_flops for part in unit) for unit in units]  # 0 if `flops` includes the backward
+    backward = _shares(work if any(work) else [sum(part.flops for part in unit) for unit in units], compute.backward_s)
     count = len(units)
     now = link = there = gathers[0]  # the first unit is gathered, and the link is free
     for i in range(count):
@@ -216,7 +255,8 @@ def _sharded(
 
 
 def _shares(work: Sequence[int], seconds: float) -> list[float]:
-    return [seconds * each / sum(work) for each in work]
+    total = sum(work)
+    return [seconds * each / total if total else seconds / len(work) for each in work]
 
 
 def _servers(load: RankLoad, compute: Compute, times: Times) -> float:
@@ -258,9 +298,7 @@ EXPOSED: Final[dict[str, Exposed]] = {
     "gather_scatter": _gather_scatter,
     "allreduce": _allreduce,
     "flat": _flat,
-    "overlap": lambda load, compute, times: _during(load, compute, times, 0),
-    "bucketed": lambda load, compute, times: _during(load, compute, times, load.bucket_bytes),
-    "ddp": _ddp,
+    **{name: _during(name) for name in ("overlap", "bucketed", "ddp")},
     "zero1": _zero12,
     "zero2": _zero12,
     "zero3": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS),

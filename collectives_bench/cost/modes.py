@@ -18,6 +18,7 @@ terapipe cuts sequences into s slices; s is assumed to be 4. Sources: Huang et a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Final, Literal
 
@@ -190,7 +191,14 @@ def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]
 
 def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[tuple[ModelOperation, ...]]:
     """Cut layers into `count` runs so that the run with the most work has as little work as possible."""
-    work = [sum(part.flops + part.backward_flops for part in layer) for layer in layers]
+    work = tuple(sum(part.flops + part.backward_flops for part in layer) for layer in layers)
+    ends = (*_first_layers(work, count), len(layers))
+    return [tuple(part for layer in layers[begin:end] for part in layer) for begin, end in pairwise(ends)]
+
+
+@cache
+def _first_layers(work: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the number of the first layer of every run."""
     before = [0]
     for each in work:
         before.append(before[-1] + each)
@@ -201,9 +209,8 @@ def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[
         for j in range(k, len(work) + 1):
             row[j] = min((max(best[k - 1][i][0], before[j] - before[i]), i) for i in range(k - 1, j))
         best.append(row)
-    runs, end = list[tuple[ModelOperation, ...]](), len(layers)
+    firsts, end = list[int](), len(work)
     for k in range(count, 0, -1):
-        begin = best[k][end][1]
-        runs.append(tuple(part for layer in layers[begin:end] for part in layer))
-        end = begin
-    return runs[::-1]
+        end = best[k][end][1]
+        firsts.append(end)
+    return tuple(reversed(firsts))

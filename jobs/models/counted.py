@@ -61,6 +61,16 @@ class CountedAnatomy(Anatomy):
             return [self.parts]
         return [tuple(parts) for parts in by_unit.values()]
 
+    def ready(self) -> list[tuple[TensorShape, float]]:
+        """List the trained parameters in the order in which gradients are ready, by the work of the layers so far."""
+        total = sum(part.flops for part in self.parts)
+        done, order = 0.0, list[tuple[TensorShape, float]]()
+        for number, part in enumerate(reversed(self.parts), 1):
+            done += part.flops
+            share = done / total if total else number / len(self.parts)
+            order += [(tensor, share) for tensor in reversed(part.tensors) if tensor.trained]
+        return order
+
     def recomputed(self) -> list[Again]:
         """List the units, each with the number of output elements of the part before it."""
         inputs = {after.name: before.outputs for before, after in pairwise(self.parts)}

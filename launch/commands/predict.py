@@ -17,6 +17,7 @@ EPILOG: Final = """\
 muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     time of an exchange
 muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same, from the formula alone
 muster predict --profile P.json JOB.yaml                                      steps and memory of a job
+muster predict JOB.yaml --goodput --nodes 2000 --node-mtbf 100d               useful time while nodes fail
 Sizes mean the same as in muster bench (S); 1 MB is 2^20 bytes. With --link, each rank has its own node unless --nodes
 is given.
 """
@@ -76,6 +77,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run", metavar="RUN", dest="measured_run", help="take the times from this run of the same model"
     )
     options.add_runs(compute)
+    _configure_goodput(parser.add_argument_group("goodput of a job on nodes that fail"))
+
+
+def _configure_goodput(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--goodput", action="store_true", help="simulate a month of failures: useful time, best save interval, spares"
+    )
+    group.add_argument("--node-mtbf", metavar="TIME", help="mean time between failures of a node, such as 100d")
+    group.add_argument("--days", metavar="N", type=float, default=30.0, help="days to simulate (default: 30)")
+    group.add_argument("--spares", metavar="N", type=int, help="number of spare nodes (default: the best)")
+    group.add_argument("--repair", metavar="TIME", default="1h", help="until a failed node is back (default: 1h)")
+    group.add_argument("--save-every", metavar="TIME", help="interval between saves (default: the best)")
+    group.add_argument("--step", metavar="TIME", help="time of a step (default: that of --run, else 1s)")
+    group.add_argument("--stall", metavar="TIME", help="stall of training per save (default: from the job's state)")
+    group.add_argument("--save-time", metavar="TIME", help="until a save is complete (default: from the job's state)")
+    group.add_argument(
+        "--restart", metavar="TIME", help="from a failure until training continues (default: Muster's measured times)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
                 raise UsageError(
                     f"{flag} {value}: is for exchanges, so it cannot be combined with the job {args.job}; leave one out"
                 )
-        return _steps(args)
+        return _goodput(args) if args.goodput else _steps(args)
+    if args.goodput:
+        raise UsageError("--goodput: needs a job file; give JOB.yaml")
     records = predictions(args)
     print(json.dumps(records, indent=1) if args.json else render(records))
     return 0
@@ -106,6 +127,24 @@ def _steps(args: argparse.Namespace) -> int:
         step_plot.plot(record, Path(args.plot))
     print(json.dumps(record, indent=1) if args.json else step_text.render(record))
     return 0
+
+
+def _goodput(args: argparse.Namespace) -> int:
+    from muster.launch.bench import goodput
+
+    if args.step is None and args.measured_run is not None:
+        args.step = f"{_mean_step_s(args):.6f}s"
+    record = goodput.predict(options.given(args, goodput.GoodputWanted))
+    print(json.dumps(record, indent=1) if args.json else goodput.render(record))
+    return 0
+
+
+def _mean_step_s(args: argparse.Namespace) -> float:
+    from muster.jobs.runfolder.rundir import find_run, runs_root
+    from muster.launch.look.steps import read_measured
+
+    steps = read_measured(find_run(runs_root(args.runs), args.measured_run)).steps
+    return sum(step.seconds for step in steps) / len(steps)
 
 
 Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from muster.launch.cli import version
     from muster.launch.common import screen
+    from muster.launch.look.predicted import read_advice
     from muster.launch.look.report.collect import About, collect
     from muster.launch.look.report.page import render
     from muster.launch.look.report.pictures import Styles
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     _check(output, force=args.force)
     title = name if len(args.targets) == 1 else f"{len(args.targets)} runs or sweeps"
     about, styles = About(title, _command(args), version()), Styles()
-    report = collect(about, read_rows(args), _why, styles)
+    told = None if args.advice is None else read_advice(args.advice)
+    report = collect(about, read_rows(args), _why, styles, told)
     screen.save(str(output), render(report, styles))
     if args.files:
         _write_files(report, output.with_name(f"{output.stem}-files"), about.command)
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _command(args: argparse.Namespace) -> str:
     """Rebuild the command line from the parsed options."""
     words = ["muster", "report", *args.targets]
-    for flag in ("baseline", "skip", "skip_epochs", "runs", "output"):
+    for flag in ("baseline", "skip", "skip_epochs", "advice", "runs", "output"):
         if (value := getattr(args, flag)) is not None and (flag != "skip_epochs" or value):
             words += [f"--{flag.replace('_', '-')}", str(value)]
     return shlex.join(words)

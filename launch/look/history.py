@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import MOST_ATTEMPTS, typed_lines
+from muster.launch.common.fields import MOST_ATTEMPTS, real, typed_lines
 from muster.launch.records.runrows import first_and_last_step
 from muster.launch.records.runstate import RunState
 from muster.launch.records.verdict import RankEnd
@@ -78,6 +78,7 @@ class AttemptHistory:
     lost_s: float
     supervised_s: float
     ettr: float | None  # None if no step is recorded
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the supervised time, by kind; empty if unknown
 
 
 @dataclass
@@ -89,6 +90,7 @@ class _Told:
     resuming: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     replayed: dict[str, Any] = field(default_factory=dict)
+    stalls_s: float = 0.0
     last_time: float = 0.0
     judged: bool = False
 
@@ -112,13 +114,32 @@ def read_history(run: RunDir, state: RunState) -> AttemptHistory:
     until = time.time() if not state.is_over else None
     supervised_s = sum((end if end is not None else until or begin) - begin for begin, end in _closed(spans, until))
     useful_s = _useful_s(run, records, done=state.state == "done", goes_on=not state.is_over)
+    stalls_s = sum(each.stalls_s for each in told.values())
     return AttemptHistory(
         attempts=tuple(records),
+        shares=_shares(records, useful_s, stalls_s, supervised_s),
         lost_steps=sum(each.lost_steps for each in records),
         lost_s=sum(sum(each.lost_s.values()) for each in records),
         supervised_s=supervised_s,
         ettr=min(1.0, useful_s / supervised_s) if useful_s and supervised_s > 0 else None,
     )
+
+
+def _shares(
+    records: Sequence[AttemptRecord], useful_s: float, stalls_s: float, supervised_s: float
+) -> dict[str, float]:
+    """Divide the supervised time into the kinds that `collectives_bench/cost/goodput.py` predicts, and the rest.
+
+    `other` is the time of the first start, of the end, and of steps whose time is unknown.
+    """
+    if not useful_s or supervised_s <= 0:
+        return {}
+    lost = {part: sum(record.lost_s.get(part, 0.0) for record in records) for part in PARTS}
+    steps_s = min(useful_s, supervised_s)
+    spent = {"useful": max(steps_s - stalls_s, 0.0), "stalls": min(stalls_s, steps_s), "lost_steps": lost["replay_s"]}
+    spent |= {part.removesuffix("_s"): lost[part] for part in PARTS if part != "replay_s"}
+    shares = {kind: seconds / supervised_s for kind, seconds in spent.items()}
+    return {**shares, "other": max(1.0 - sum(shares.values()), 0.0)}
 
 
 def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
@@ -147,6 +168,7 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
         told[attempt].judged |= event == "attempt_ended"
         if event == "saved":
             told[attempt].saved = row
+            told[attempt].stalls_s += real(row.get("stall_s")) or 0.0
         elif event == "replayed":
             told[attempt].replayed = row
     return told, spans

@@ -8,6 +8,7 @@ from muster.launch.common import screen
 from muster.launch.look.history import PARTS, AttemptHistory, AttemptRecord
 
 MOST_HOSTS: Final = 6
+LEAST_SHARE: Final = 0.0005
 NEWLINE: Final = "\n"
 UNDER: Final = "\n" + " " * 9  # starts a continuation line of a fact
 
@@ -25,9 +26,17 @@ def attempt_lines(history: AttemptHistory, *, ended: str = "") -> list[str]:
     if history.ettr is not None:
         parts.append(f"effective time ratio {history.ettr:.1%}".replace("%", " %"))
     lines.append(f"total    {', '.join(parts)}")
+    if history.shares:
+        lines.append(f"goodput  {shares_text(history.shares)}")
     if ended and ended != history.attempts[-1].cause:
         lines.append(f"ended    {ended}")
     return lines
+
+
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Format the shares of a run's time, without those that are nearly 0."""
+    shown = ((kind, share) for kind, share in shares.items() if share >= LEAST_SHARE or kind == "useful")
+    return ", ".join(f"{kind.replace('_', ' ')} {100 * share:.1f} %" for kind, share in shown)
 
 
 def _head(each: AttemptRecord) -> str:

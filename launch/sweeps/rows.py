@@ -43,6 +43,9 @@ def configure_rows(parser: argparse.ArgumentParser) -> None:
     skip.add_argument(
         "--skip-epochs", metavar="N", type=whole("--skip-epochs", least=0), default=0, help="number of epochs to skip"
     )
+    parser.add_argument(
+        "--advice", metavar="FILE.json", type=Path, help="show the prediction of muster advise -o beside the steps"
+    )
     add_runs(parser)
 
 

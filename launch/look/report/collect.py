@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
+from muster.launch.look import predicted
 from muster.launch.look.comparison import RunRow
 from muster.launch.look.comparison_view import COLUMNS, LEGEND, cells, notes
 from muster.launch.look.history import AttemptHistory
@@ -34,9 +35,13 @@ class About:
 
 
 def collect(
-    about: About, chosen: "ChosenRows", why_of: Callable[[RunDir], tuple[AttemptHistory, str]], styles: Styles
+    about: About,
+    chosen: "ChosenRows",
+    why_of: Callable[[RunDir], tuple[AttemptHistory, str]],
+    styles: Styles,
+    advice: Mapping[str, Any] | None = None,
 ) -> ReportPage:
-    """Read the runs and draw their pictures."""
+    """Read the runs and draw their pictures. `advice` has predictions of their steps."""
     rows, runs, left_out = chosen.rows, chosen.runs, [f"not compared: {each}" for each in chosen.missing]
     if len(runs) > MOST_RUNS:
         left_out.append(
@@ -49,6 +54,9 @@ def collect(
     ]
     peaks = {view.run_id: view.peak_formula for view in views}
     formulas = {row.label: peak for row in rows if (peak := peaks.get(row.run_ids[0])) is not None}
+    parts = [] if advice is None else predicted.beside(advice, chosen)
+    left_out += [] if advice is None else predicted.missing(parts, chosen)
+    caption = "Predicted and measured parts of a step"
     return ReportPage(
         title=about.title,
         lead=lead_of(rows, views),
@@ -57,6 +65,7 @@ def collect(
         command=about.command,
         rows=rows,
         comparison=table("Steps, without warm-up", COLUMNS, map(cells, rows)) if rows else None,
+        predicted=table(caption, predicted.COLUMNS, predicted.table_rows(parts)) if parts else None,
         notes=[*left_out, *(notes(rows) if rows else ()), " ".join(LEGEND.split())],
         pictures=[*pictures(rows, chosen.groups, chosen.whole, formulas, styles), timeline_of(chosen.folders, styles)],
         runs=views,

@@ -36,6 +36,7 @@ class ReportPage:
     pictures: Sequence[Picture]
     runs: Sequence[RunView]
     records: Sequence[dict[str, Any]]
+    predicted: Table | None = None  # parts of the steps beside their prediction
 
 
 def render(report: ReportPage, styles: Styles) -> str:

@@ -13,6 +13,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
 from muster.launch.common.fields import text, typed_lines
 from muster.launch.look.history import PARTS, AttemptHistory, AttemptRecord
+from muster.launch.look.history_view import shares_text
 from muster.launch.look.memories import formula_of, fullest, read_memories
 from muster.launch.look.memory_view import COLUMNS, cells
 from muster.launch.look.report.pictures import Styles
@@ -66,7 +67,11 @@ def view_of_run(
     return RunView(
         run_id=run.run_id,
         state=state,
-        facts=(*(_facts(state) if state else ()), *(part("versions", lambda: _versions(run)) or ())),
+        facts=(
+            *(_facts(state) if state else ()),
+            *((("goodput", shares_text(explained[0].shares)),) if explained and explained[0].shares else ()),
+            *(part("versions", lambda: _versions(run)) or ()),
+        ),
         why=explained[1] if explained and (state is None or state.state != "done" or state.restarts) else "",
         attempts=_attempts(explained[0]) if explained and explained[0].attempts else None,
         memory=memory[0] if memory else None,

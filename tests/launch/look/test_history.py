@@ -107,6 +107,7 @@ attempt 1, 2 ranks on 1 node, ddp, from step-00000040.a000, steps 41-75
   lost   5 steps and 0.1 s: detect 0.01, stop 0.10
   then   the run is over
 total    2 attempts, 2 failed, 17 steps and 8.3 s lost, 50.0 s in all, effective time ratio 70.0 %
+goodput  useful 70.0 %, lost steps 12.0 %, detect 0.1 %, stop 0.8 %, wait 1.2 %, start 2.2 %, load 0.4 %, other 13.3 %
 ended    the same failure at the same step (75) twice: rank 1 failed
 
 next: the program fails at this step every time, on any machine: fix it first (muster logs {ID} --rank 1)
@@ -123,6 +124,8 @@ def test_the_record_of_why_has_every_number(restarted, muster_json) -> None:
     assert (first["lost_steps"], first["lost_s"]["replay_s"]) == (12, 6.0)
     # 70 steps of half a second count, out of 50 seconds.
     assert history["ettr"] == pytest.approx(0.7)
+    assert sum(history["shares"].values()) == pytest.approx(1.0)
+    assert history["shares"]["lost_steps"] == pytest.approx(6.0 / 50)
     assert told["going_on"].endswith("continues after step 70 (step-00000070.a001)")
     assert json.loads(json.dumps(told)) == told
 

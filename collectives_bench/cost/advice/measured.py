@@ -1,0 +1,214 @@
+"""Times of a job's model on one machine, as `jobs/train/timing/layers.py` measured them. Pure.
+
+A pass is one forward or one backward of some samples. `active` is the number of ranks that compute at the same time on
+the machine: ranks that share cores, memory and caches slow each other down. Between measured sizes and numbers of
+ranks, times are interpolated.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+from pydantic import Field
+
+from muster.collectives_bench.cost.buckets import Lanes
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import unknown
+from muster.jobs.measuring.recorded import Format
+from muster.jobs.spec.strict import Strict
+
+VERSION: Final = 1
+STOLEN: Final = 0.75  # largest share of the computing cores that collectives may take
+SIZES: Final = (1 << 10, 1 << 20)  # bytes of the measured all-reduces
+RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates of a GPU without sparsity, in FLOP/s, from the vendor's data sheets."""
+
+    fp32: float  # with TF32 where it exists
+    bf16: float
+
+
+GPUS: Final = {
+    "v100": Gpu(15.7e12, 125e12),
+    "a100": Gpu(156e12, 312e12),
+    "h100": Gpu(495e12, 989e12),
+    "h200": Gpu(495e12, 989e12),
+    "b200": Gpu(1125e12, 2250e12),
+}
+USED: Final = 0.4  # of the peak, in a step that was not measured
+USED_ERROR: Final = 0.5  # relative: the interval of such a guess
+
+
+class PassTimes(Strict):
+    """Seconds of a forward and a backward of `samples` samples, while `active` ranks compute."""
+
+    samples: int = Field(ge=1)
+    active: int = Field(ge=1)
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+
+
+class UpdateTime(Strict):
+    """Seconds of an optimizer step of the whole model."""
+
+    active: int = Field(ge=1)
+    seconds: float = Field(ge=0)
+
+
+class LayerTime(Strict):
+    """Seconds of one layer's forward and backward."""
+
+    name: str
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+
+
+class LayerTimes(Strict):
+    """What was measured of a model on a machine."""
+
+    muster_layers: Literal[1] = VERSION
+    model: str = ""
+    device: str = "cpu"
+    gpu: str = ""
+    cores: int = Field(ge=1)
+    ranks: int = Field(ge=1)
+    passes: list[PassTimes] = Field(min_length=1)
+    updates: list[UpdateTime] = Field(min_length=1)
+    layers: list[LayerTime] = Field(default_factory=list)
+    data_s: float = 0.0
+    host: list[float] = Field(default_factory=list)  # seconds of the host's part of a forward, backward and update
+    variants: dict[str, list[float] | None] = Field(default_factory=dict)
+    messages: dict[str, float] = Field(default_factory=dict)
+    spread: float = 0.0  # relative half-width of the interval of passes
+
+    def pass_s(self, samples: float, active: float = 1.0) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward."""
+        sizes = {each.active for each in self.passes}
+        at = {size: self._of_size(samples, size) for size in sizes}
+        return tuple(_between({size: pair[i] for size, pair in at.items()}, active) for i in (0, 1))  # type: ignore[return-value]
+
+    def _of_size(self, samples: float, active: int) -> tuple[float, float]:
+        points = self._curves[active]
+        return _line([(x, f) for x, f, _ in points], samples), _line([(x, b) for x, _, b in points], samples)
+
+    @cached_property
+    def _curves(self) -> dict[int, list[tuple[int, float, float]]]:
+        found: dict[int, list[tuple[int, float, float]]] = {}
+        for each in sorted(self.passes, key=lambda each: each.samples):
+            found.setdefault(each.active, []).append((each.samples, each.forward_s, each.backward_s))
+        return found
+
+    def stretch(self, active: float) -> float:
+        """Return the factor by which `active` computing ranks slow each other down."""
+        size = max(each.samples for each in self.passes)
+        return max(sum(self.pass_s(size, active)) / sum(self.pass_s(size, 1)), 1.0)
+
+    def update_s(self, active: float) -> float:
+        """Return the seconds of an optimizer step of the whole model."""
+        return _between({each.active: each.seconds for each in self.updates}, active)
+
+    def shares(self, names: Iterable[str]) -> tuple[float, float] | None:
+        """Return the share of some layers in a forward and in a backward; None if layers were not measured."""
+        if not self.layers:
+            return None
+        wanted = set(names)
+        own = [each for each in self.layers if each.name in wanted]
+        forward, backward = (sum(getattr(each, key) for each in own) for key in ("forward_s", "backward_s"))
+        return forward / sum(each.forward_s for each in self.layers), backward / sum(
+            each.backward_s for each in self.layers
+        )
+
+    def factor(self, option: str) -> float | None:
+        """Return the time of passes with an option, relative to passes without; None if it was not measured."""
+        took = self.variants.get(option)
+        first = self.passes[0]
+        plain = sum(self.pass_s(first.samples, self.ranks))
+        return sum(took) / plain if took and plain else None
+
+    def lanes(self, backend: str, active: int, bytes_per_s: float) -> Lanes:
+        """Return how collectives at this rate and a computation on `active` ranks of a machine slow each other down.
+
+        Collectives use idle cores first. Beyond that they take time from the computation; and while all cores are busy,
+        each collective waits for its threads to be scheduled.
+        """
+        usual, told = Lanes.of(backend), self.messages
+        if self.device != "cpu":
+            return Lanes(usual.concurrent, usual.host_s, max(told.get("slowed", 1.0), 1.0))
+        computing = min(active, self.cores)
+        demand = active * told.get("cpu_s_per_byte", 0.0) * bytes_per_s
+        stolen = min(max(demand - (self.cores - computing), 0.0), STOLEN * computing)
+        busy_s = RING * (self.ranks - 1) * self.late_s() if active >= self.cores else 0.0
+        return Lanes(usual.concurrent, usual.host_s, computing / (computing - stolen), busy_s)
+
+    def late_s(self) -> float:
+        """Return how long a message waits for a thread of its receiver while all cores are busy."""
+        late = [self.messages.get(f"busy_{size}_s", 0.0) - self.messages.get(f"idle_{size}_s", 0.0) for size in SIZES]
+        return max(sum(late) / len(late), 0.0) / (RING * max(self.ranks - 1, 1))
+
+
+def on_gpu(times: LayerTimes, name: str, flops: float, precision: str) -> LayerTimes:
+    """Return the times on another GPU: scaled if they were measured on a known GPU, else from the operations.
+
+    `flops`: operations of a forward and a backward of one sample.
+
+    Raises:
+        UsageError: if the GPU is unknown.
+    """
+    if name not in GPUS:
+        raise UsageError(f"--what-if gpu: {unknown('GPU', name, tuple(GPUS))}")
+    kind = "fp32" if precision in ("fp32", "fp64") else "bf16"
+    known = next((each for each in GPUS if each in times.gpu.lower()), None)
+    first = times.passes[0]
+    if known:
+        factor, spread = getattr(GPUS[known], kind) / getattr(GPUS[name], kind), times.spread + 0.1
+    else:
+        guess_s = flops * first.samples / (USED * getattr(GPUS[name], kind))
+        factor, spread = guess_s / max(sum(times.pass_s(first.samples, 1)), 1e-12), USED_ERROR
+    scaled = dict.fromkeys(("forward_s", "backward_s", "seconds"), factor)
+    changes = {
+        "device": "cuda",
+        "gpu": name,
+        "passes": [_scaled(each, scaled) for each in times.passes if each.active == 1],
+        "updates": [_scaled(each, scaled) for each in times.updates if each.active == 1],
+        "host": times.host if known else [],
+        "messages": times.messages if known else {},
+        "data_s": 0.0,
+        "spread": spread,
+    }
+    return LayerTimes.model_validate({**times.model_dump(), **changes})
+
+
+def _scaled(section: Strict, factors: Mapping[str, float]) -> dict[str, float]:
+    return {key: value * factors.get(key, 1) for key, value in section.model_dump().items()}
+
+
+def _line(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Interpolate; beyond the ends, extend the nearest piece, but never below proportionality from the first point."""
+    if len(points) == 1:
+        return points[0][1] * x / points[0][0]
+    place = min(max(bisect_left([each[0] for each in points], x), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return max(value, points[0][1] * min(x / points[0][0], 1.0))
+
+
+def _between(values: dict[int, float], at: float) -> float:
+    """Interpolate between numbers of ranks; beyond the largest, times grow in proportion."""
+    known = sorted(values)
+    if at >= known[-1]:
+        return values[known[-1]] * at / known[-1] if known[-1] > 1 else values[known[-1]]
+    if at <= known[0]:
+        return values[known[0]]
+    place = bisect_left(known, at)
+    low, high = known[place - 1], known[place]
+    return values[low] + (values[high] - values[low]) * (at - low) / (high - low)
+
+
+FORMAT: Final[Format[LayerTimes, LayerTimes]] = Format(
+    "muster advise", "muster_layers", VERSION, "", {}, LayerTimes, lambda records: None
+)

@@ -1,0 +1,445 @@
+"""Predict the step of a plan, by parts, from measured layer times and a network profile. Pure.
+
+    step = data + computation + bubble + communication + update
+
+    computation     forward and backward passes, including what collectives beside them cost
+    bubble          the time for which a pipeline's rank waits for other ranks
+    communication   exchanges that no computation hides
+    update          the optimizer's step
+
+In a pipeline, computation and bubble are means over the ranks. `host` is the part of these in which a GPU waits for
+its host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+from muster.collectives_bench.cost.advice.measured import LayerTimes
+from muster.collectives_bench.cost.advice.pipelines import PipelineTask, PipelineTimes, alone, shared, stage_ranks
+from muster.collectives_bench.cost.advice.plans import SplitPlan
+from muster.collectives_bench.cost.buckets import Lanes
+from muster.collectives_bench.cost.exposed import (
+    BLOCK_ALL_REDUCES,
+    EXPOSED,
+    Bound,
+    Compute,
+    Network,
+    Times,
+    slowing_s,
+)
+from muster.collectives_bench.cost.load import RankLoad, Split
+from muster.collectives_bench.cost.memory import PeakMemory, memory_of
+from muster.collectives_bench.cost.modes import SLICES, PredictedStage, cut
+from muster.collectives_bench.cost.predicting import Prediction
+from muster.collectives_bench.cost.slices import held_by
+from muster.jobs.models.anatomy import Anatomy
+
+Made = TypeVar("Made")
+ONE_WAY: Final = ("gpipe", "1f1b")  # schedules in which a micro-batch visits every stage once in each direction
+HIDES_BACKWARD: Final = ("flat", "allreduce", "overlap", "bucketed", "ddp")
+SURELY: Final = 0.8  # of an all-reduce of all gradients: the sum of its parts is not less
+PARTS: Final = ("data", "computation", "bubble", "communication", "update")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The predicted parts of a step, in seconds. `wire_bytes`: sent by the busiest rank."""
+
+    data: float
+    computation: float
+    bubble: float
+    communication: float
+    update: float
+    host: float = 0.0
+    wire_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.data + self.computation + self.bubble + self.communication + self.update
+
+
+@dataclass(frozen=True)
+class JobSite:
+    """A job's ranks: the load, the measured times, the network, and how ranks are placed on machines."""
+
+    load: RankLoad
+    times: LayerTimes
+    network: Network
+    nodes: int
+    sharing: int  # ranks that share one machine
+    options: tuple[str, ...] = ()
+    parts: dict[object, Any] = field(default_factory=dict, compare=False)  # parts of the model, by the way it is cut
+
+    def kept(self, key: object, make: Callable[[], Made]) -> Made:
+        """Return what `make` returned when it was first called with this key."""
+        if key not in self.parts:
+            self.parts[key] = make()
+        found: Made = self.parts[key]
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.load.ranks
+
+    @property
+    def per_node(self) -> int:
+        """The ranks of a node."""
+        return -(-self.ranks // self.nodes)
+
+    @cached_property
+    def active(self) -> int:
+        """The ranks that compute at the same time on one machine, if none waits."""
+        return min(self.sharing, self.ranks)
+
+    @cached_property
+    def option_factor(self) -> float:
+        """The factor by which options such as `compile` change the time of passes."""
+        factor = 1.0
+        for option in self.options:
+            factor *= self.times.factor(option) or 1.0
+        return factor
+
+    def nodes_of(self, ranks: int, stride: int) -> int:
+        """Return the number of nodes of a group with `ranks` ranks, each `stride` ranks from the next."""
+        here = max(self.per_node // stride, 1) if stride < self.per_node else 1
+        nodes = max(-(-ranks // here), 1)
+        return nodes if ranks % nodes == 0 else ranks
+
+    def groups_on_link(self, ranks: int, stride: int) -> int:
+        """Return the number of such groups that use the link of a node at the same time; 1 within a node."""
+        return min(stride, self.per_node) if self.nodes_of(ranks, stride) > 1 else 1
+
+    def passes(self, samples: float, active: float, tensor: int = 1) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward, in which every layer is split over `tensor` ranks."""
+        forward, backward = self.times.pass_s(samples / tensor, active)
+        return forward * self.option_factor, backward * self.option_factor
+
+
+class KnownNetwork:
+    """A network that remembers its predictions."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.known: dict[object, Prediction] = {}
+
+    def predict(self, operation: str, nbytes: float, **world: Any) -> Prediction:
+        """Predict an exchange. Errors as for the network."""
+        key = (operation, nbytes, *world.items())
+        if key not in self.known:
+            self.known[key] = self.network.predict(operation, nbytes, **world)
+        return self.known[key]
+
+
+class GroupNetwork:
+    """The network as one of several groups sees it, which share the links of their nodes."""
+
+    def __init__(self, network: Network, nodes: int, groups: int) -> None:
+        self.network, self.nodes, self.groups = network, nodes, groups
+
+    def predict(self, operation: str, nbytes: float, *, ranks: int, nodes: int = 1, **more: Any) -> Prediction:
+        """Predict an exchange, while the other groups make the same one."""
+        spread = min(self.nodes, ranks)
+        return self.network.predict(operation, nbytes * self.groups, ranks=ranks, nodes=spread, **more)
+
+
+def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts:
+    """Predict the parts of a plan's step.
+
+    Raises:
+        RefusedError: if the profile lacks an operation.
+    """
+    priced = _pipeline(plan, site, bound) if plan.schedule else _whole_model(plan, site, bound)
+    return _beside_host(priced, plan, site)
+
+
+def least_s(plan: SplitPlan, site: JobSite) -> float:
+    """Return a step time that the plan cannot beat.
+
+    It counts the work of an average stage, half of that of the stages before it until it can begin, the part of the
+    averaging that the last backward cannot hide, and the exchanges of split layers.
+    """
+    samples = -(-site.load.batch // plan.data)
+    micro = -(-samples // plan.microbatches)
+    forward, backward = site.passes(micro, 1 if plan.schedule else site.active, plan.tensor)
+    chunks = plan.way.schedule.chunks if plan.way.schedule else 1
+    ahead_s = (plan.pipe - 1) / 2 * (forward + (backward if plan.schedule in ONE_WAY else 0.0)) / plan.pipe / chunks
+    split_s = plan.microbatches * _split_layers(plan, site, micro, "seconds")[0] / plan.pipe
+    work_s = plan.microbatches * (forward + backward) / plan.pipe + ahead_s + split_s
+    averaged_s = 0.0
+    if plan.data > 1 and plan.averaging in HIDES_BACKWARD:
+        nbytes = sum(site.load.gradient_sizes) // (plan.pipe * plan.tensor)
+        nodes = site.nodes_of(plan.data, plan.tensor)
+        network = GroupNetwork(site.network, nodes, site.groups_on_link(plan.data, plan.tensor))
+        took = network.predict(
+            "all_reduce", nbytes, ranks=plan.data, nodes=nodes, backend=site.load.backend, back_to_back=True
+        )
+        averaged_s = max(SURELY * took.seconds - backward / plan.pipe, 0.0)
+    return (work_s + averaged_s) * (1 - 1e-9)
+
+
+def memory(plan: SplitPlan, site: JobSite) -> PeakMemory | None:
+    """Return the memory of the rank that needs most; None if the model cannot be split this way."""
+    return memory_of(plan.way, load_of(plan, site))
+
+
+def load_of(plan: SplitPlan, site: JobSite) -> RankLoad:
+    """Return the load of a plan."""
+    load = site.load
+    if plan.bucket_bytes is not None:
+        load = replace(load, bucket_bytes=plan.bucket_bytes)
+    if plan.way.family not in ("pipe", "tensor"):
+        return load
+    split = Split(plan.data, plan.pipe, plan.tensor, plan.zero, "sharded" if plan.zero else plan.averaging)
+    return replace(load, split=split, microbatches=plan.microbatches)
+
+
+# Without a pipeline ---------------------------------------------------------------------------------------------------
+
+
+def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
+    """Predict a step in which every rank has all layers, or a part of each."""
+    load, samples = load_of(plan, site), -(-site.load.batch // plan.data)
+    parts = load.accumulation
+    forward, backward = site.passes(samples / parts, site.active, plan.tensor)
+    update = _update_s(plan, site, 1.0)
+    split_s, split_bytes = _split_layers(plan, site, samples, bound)
+    averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
+    return StepParts(
+        data=site.times.data_s * samples / site.times.passes[0].samples,
+        computation=parts * (forward + backward) + averaged.slowed_s,
+        bubble=0.0,
+        communication=averaged.exposed_s - averaged.slowed_s + split_s,
+        update=update,
+        wire_bytes=averaged.wire_bytes + split_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """The cost of averaging gradients: exposed seconds, the part of them that is a slower backward, bytes sent."""
+
+    exposed_s: float = 0.0
+    slowed_s: float = 0.0
+    wire_bytes: float = 0.0
+
+
+def _averaging(plan: SplitPlan, site: JobSite, model: Anatomy, compute: Compute, bound: Bound) -> _Averaged:
+    """Predict how gradients of one part of the model are averaged over the data-parallel ranks."""
+    if plan.data == 1 or not model.trained:
+        return _Averaged()
+    load = replace(load_of(plan, site), model=model, ranks=plan.data, split=None)
+    nodes = site.nodes_of(plan.data, plan.tensor)
+    network = GroupNetwork(site.network, nodes, site.groups_on_link(plan.data, plan.tensor))
+    times = Times(network, load, nodes, bound, _lanes(site, load, network, nodes))
+    exposed_s = EXPOSED[plan.averaging](load, compute, times)
+    if not plan.schedule and site.active > site.times.cores:  # ranks that take turns do not end together
+        exposed_s = max(exposed_s, 0.0)
+    volume = load.sent_bytes(sum(load.gradient_sizes))
+    return _Averaged(exposed_s, slowing_s(plan.averaging, load, compute, times), _sent(plan, volume))
+
+
+def _lanes(site: JobSite, load: RankLoad, network: Network, nodes: int) -> Lanes:
+    """Return how collectives and the backward slow each other, at the rate of an all-reduce of all gradients."""
+    nbytes = sum(load.gradient_sizes)
+    took = network.predict(
+        "all_reduce", nbytes, ranks=load.ranks, nodes=nodes, backend=load.backend, back_to_back=True
+    ).seconds
+    return site.times.lanes(load.backend, site.active, nbytes / took if took else 0.0)
+
+
+def _sent(plan: SplitPlan, volume: float) -> float:
+    """Return the bytes that the busiest rank sends to average `volume` bytes of gradients."""
+    others = (plan.data - 1) / plan.data
+    if plan.averaging == "gather_scatter":
+        return (plan.data - 1) * volume
+    return (3 if plan.zero == 3 else 2) * others * volume
+
+
+def _split_layers(plan: SplitPlan, site: JobSite, samples: float, bound: Bound) -> tuple[float, float]:
+    """Return the seconds and bytes of the all-reduces between split layers, for all blocks."""
+    if plan.tensor == 1:
+        return 0.0, 0.0
+    model = site.load.model
+    nbytes = round(samples * model.tokens * model.width * site.load.itemsize)
+    nodes = site.nodes_of(plan.tensor, 1)
+    took = site.network.predict(
+        "all_reduce", nbytes, ranks=plan.tensor, nodes=nodes, backend=site.load.backend, back_to_back=True
+    )
+    calls = BLOCK_ALL_REDUCES * model.blocks
+    return calls * getattr(took, bound), calls * 2 * (plan.tensor - 1) / plan.tensor * nbytes
+
+
+def _update_s(plan: SplitPlan, site: JobSite, share: float) -> float:
+    """Return the seconds of the optimizer's step on `share` of the parameters; ZeRO and tensor ranks split it."""
+    return site.times.update_s(site.active) * share / plan.tensor / (plan.data if plan.zero else 1)
+
+
+def _beside_host(parts: StepParts, plan: SplitPlan, site: JobSite) -> StepParts:
+    """Add the time for which a GPU waits for its host, which needs as long for a part of a layer as for all of it.
+
+    A pipeline enqueues the layers of its stage for every micro-batch. A recorded graph needs no host.
+    """
+    if not site.times.host or not sum(site.times.host) or "cuda_graph" in site.options:
+        return parts
+    passes_s = (site.times.host[0] + site.times.host[1]) * plan.microbatches / plan.pipe
+    host = max(passes_s - parts.computation, 0.0)
+    return replace(parts, computation=parts.computation + host, host=host)
+
+
+# With a pipeline ------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
+    """Predict a step of pipelines, which may have split layers and run side by side."""
+    schedule = plan.way.schedule
+    assert schedule is not None
+    stages = site.kept(("stages", plan.schedule, plan.pipe), lambda: cut(site.load.model, schedule, plan.pipe))
+    assert stages is not None
+    samples = -(-site.load.batch // plan.data)
+    micro = -(-samples // plan.microbatches)
+    task = _task(plan, site, micro, bound)
+    found = _simulated(plan, site, task)
+    busy_s = sum(found.busy_s) / plan.pipe
+    update = _update_s(plan, site, max(stage.elements for stage in stages) / site.load.model.elements)
+    last = _tail(plan, site, task, stages, found, bound)
+    tied_s, tied_bytes = _tied(plan, site, bound)
+    messages = sum(task.message) / max(len(task.message), 1)
+    sent = 2 * max(stage.sent for stage in stages) * samples * site.load.itemsize
+    _, split_bytes = _split_layers(plan, site, samples, bound)
+    # The ramp of an unloaded pipeline includes its messages; the rest of a rank's waiting is the bubble.
+    waits = found.seconds - busy_s
+    return StepParts(
+        data=site.times.data_s * samples / site.times.passes[0].samples,
+        computation=busy_s,
+        bubble=max(waits - 2 * messages * (plan.pipe - 1), 0.0),
+        communication=min(waits, 2 * messages * (plan.pipe - 1)) + last.exposed_s + tied_s,
+        update=update,
+        wire_bytes=sent + last.wire_bytes + tied_bytes + split_bytes / plan.pipe,
+    )
+
+
+def _simulated(plan: SplitPlan, site: JobSite, task: PipelineTask) -> PipelineTimes:
+    if site.times.device != "cpu" or site.sharing < site.ranks:
+        return alone(task)
+    side_by_side = plan.data * plan.tensor
+    factors = [site.times.stretch(count * side_by_side) for count in range(plan.pipe + 1)]
+    late_s = site.times.late_s()
+    return shared(
+        task,
+        lambda count: factors[count],
+        lambda count: late_s if count * side_by_side >= site.times.cores else 0.0,
+    )
+
+
+def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineTask:
+    """Return the schedule and the costs of its stages, for ranks that compute one at a time if they share a machine."""
+    schedule = plan.way.schedule
+    assert schedule is not None
+    slices = SLICES if plan.schedule == "terapipe" else 1
+    shares_machine = site.times.device == "cpu" and site.sharing >= site.ranks
+    forward, backward = site.passes(micro / slices, 1 if shares_machine else site.active, plan.tensor)
+    key = plan.pipe, schedule.chunks
+    chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
+    shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
+    split_s, _ = _split_layers(plan, site, micro / slices, bound)
+    extra = [split_s / 2 * blocks for _, _, blocks in shares]
+    return PipelineTask(
+        plan.schedule,
+        plan.pipe,
+        plan.microbatches,
+        tuple(forward * share + more for (share, _, _), more in zip(shares, extra, strict=True)),
+        tuple(backward * share + more for (_, share, _), more in zip(shares, extra, strict=True)),
+        tuple(_messages(plan, site, chunks, micro / slices, bound)),
+        slices,
+    )
+
+
+def _chunks(plan: SplitPlan, model: Anatomy) -> list[PredictedStage]:
+    """Return the parts of the model between cuts, in order: one for each stage of the schedule."""
+    schedule = plan.way.schedule
+    assert schedule is not None
+    found = cut(model, replace(schedule, chunks=1, turns_back=False), plan.pipe * schedule.chunks)
+    assert found is not None
+    return found
+
+
+def _share(site: JobSite, chunk: PredictedStage) -> tuple[float, float, float]:
+    """Return a chunk's share of the forward, of the backward and of the blocks."""
+    model, names = site.load.model, {part.layer for part in chunk.parts}
+    blocks = sum(name.startswith("block") for name in names) / max(model.blocks, 1)
+    if measured := site.times.shares(names):
+        return (*measured, blocks)
+    whole = sum(part.flops + part.backward_flops for part in model.parts) or 1
+    share = chunk.flops / whole
+    return share, share, blocks
+
+
+def _messages(
+    plan: SplitPlan, site: JobSite, chunks: Sequence[PredictedStage], samples: float, bound: Bound
+) -> list[float]:
+    """Return the seconds of a message over each cut."""
+    ranks = stage_ranks(plan.schedule, plan.pipe, len(chunks) // plan.pipe)
+    stride = plan.data * plan.tensor
+    found = []
+    for chunk, (here, there) in zip(chunks, pairwise(ranks), strict=False):
+        if here == there:
+            found.append(0.0)
+            continue
+        apart = here * stride // site.per_node != there * stride // site.per_node
+        groups = min(stride, site.per_node) if apart else 1
+        nbytes = samples * chunk.outputs[-1] * site.load.itemsize * groups
+        answer = site.network.predict(
+            "ping_pong", nbytes, ranks=2, nodes=2 if apart else 1, backend=site.load.backend, back_to_back=False
+        )
+        found.append(float(getattr(answer, bound)))
+    return found
+
+
+def _tail(
+    plan: SplitPlan,
+    site: JobSite,
+    task: PipelineTask,
+    stages: Sequence[PredictedStage],
+    found: PipelineTimes,
+    bound: Bound,
+) -> _Averaged:
+    """Predict the averaging between pipelines, which begins in each stage's last backward.
+
+    Stages that end early hide it behind the others' work.
+    """
+    if plan.data == 1:
+        return _Averaged()
+    split = Split(plan.data, plan.pipe, plan.tensor, plan.zero, plan.averaging)
+    after, sent = 0.0, 0.0
+    largest = max(range(plan.pipe), key=lambda rank: stages[rank].elements)
+    for rank in sorted({0, largest, plan.pipe - 1}):  # the last to end, the longest, and the first
+        stage = stages[rank]
+        key = "own", plan.schedule, plan.pipe, plan.tensor, rank
+        own = site.kept(key, partial(lambda stage: held_by(site.load, stage, split).model, stage))
+        last_s = task.backward[rank] * site.times.stretch(site.active if site.sharing >= site.ranks else 1)
+        each = _averaging(plan, site, own, Compute(0.0, last_s, 0.0), bound)
+        after = max(after, found.ends_s[rank] + each.exposed_s - found.seconds)
+        sent = max(sent, each.wire_bytes)
+    return _Averaged(after, 0.0, sent)
+
+
+def _tied(plan: SplitPlan, site: JobSite, bound: Bound) -> tuple[float, float]:
+    """Return the seconds and bytes in which first and last stage add their gradients of a tied embedding."""
+    head = site.load.model.parts[-1]
+    if not site.load.model.width or head.tensors:
+        return 0.0, 0.0
+    nbytes = site.load.model.tensors[0].elements * site.load.recipe.gradient // plan.tensor
+    took = site.network.predict(
+        "all_reduce",
+        nbytes,
+        ranks=2,
+        nodes=min(site.nodes, 2),
+        backend=site.load.backend,
+        back_to_back=False,
+    )
+    return float(getattr(took, bound)), nbytes

@@ -1,0 +1,75 @@
+"""Measured layer times: sizes and numbers of ranks in between, what collectives cost, other GPUs."""
+
+import pytest
+
+from muster.collectives_bench.cost.advice.measured import GPUS, USED, LayerTimes, on_gpu
+from muster.jobs.basics.errors import UsageError
+
+RECORD = {
+    "muster_layers": 1,
+    "cores": 2,
+    "ranks": 4,
+    "passes": [
+        {"samples": 4, "active": 1, "forward_s": 0.05, "backward_s": 0.10},
+        {"samples": 16, "active": 1, "forward_s": 0.17, "backward_s": 0.34},
+        {"samples": 4, "active": 4, "forward_s": 0.10, "backward_s": 0.20},
+        {"samples": 16, "active": 4, "forward_s": 0.34, "backward_s": 0.68},
+    ],
+    "updates": [{"active": 1, "seconds": 0.01}, {"active": 4, "seconds": 0.03}],
+    "layers": [
+        {"name": "a", "forward_s": 0.01, "backward_s": 0.03},
+        {"name": "b", "forward_s": 0.03, "backward_s": 0.03},
+    ],
+    "messages": {
+        "cpu_s_per_byte": 4e-9,
+        "idle_1024_s": 0.001,
+        "busy_1024_s": 0.011,
+        "idle_1048576_s": 0.002,
+        "busy_1048576_s": 0.012,
+    },
+    "variants": {"compile": [0.08, 0.16], "cuda_graph": None},
+}
+TIMES = LayerTimes.model_validate(RECORD)
+
+
+def test_measured_sizes_keep_their_times_and_others_lie_on_the_line_between() -> None:
+    assert TIMES.pass_s(4) == pytest.approx((0.05, 0.10))
+    assert TIMES.pass_s(10) == pytest.approx((0.11, 0.22))
+    assert TIMES.pass_s(28) == pytest.approx((0.29, 0.58))
+    assert TIMES.pass_s(4, 2.5) == pytest.approx((0.075, 0.15))  # halfway between 1 and 4 ranks
+    assert TIMES.pass_s(4, 8) == pytest.approx((0.20, 0.40))  # twice as many ranks as measured
+
+
+def test_ranks_that_share_cores_stretch_each_other() -> None:
+    assert TIMES.stretch(1) == pytest.approx(1.0)
+    assert TIMES.stretch(4) == pytest.approx(2.0)
+    assert TIMES.update_s(4) == pytest.approx(0.03)
+
+
+def test_layers_have_their_share_of_a_forward_and_of_a_backward() -> None:
+    assert TIMES.shares(["a"]) == pytest.approx((0.25, 0.5))
+    assert TIMES.model_copy(update={"layers": []}).shares(["a"]) is None
+
+
+def test_collectives_take_cores_from_a_backward_only_if_none_is_idle() -> None:
+    busy = TIMES.lanes("gloo", active=4, bytes_per_s=25e6)  # 4 x 4e-9 x 25e6 = 0.4 of 2 cores
+    assert busy.slowed == pytest.approx(2 / 1.6)
+    assert busy.busy_s == pytest.approx(0.010)
+    idle = TIMES.lanes("gloo", active=1, bytes_per_s=25e6)
+    assert (idle.slowed, idle.busy_s) == (1.0, 0.0)
+    assert TIMES.lanes("gloo", active=4, bytes_per_s=1e12).slowed == pytest.approx(4.0)  # the limit
+
+
+def test_options_are_relative_to_passes_of_all_ranks() -> None:
+    assert TIMES.factor("compile") == pytest.approx(0.24 / 0.30)
+    assert TIMES.factor("cuda_graph") is None
+
+
+def test_an_unknown_machine_is_guessed_from_operations_and_a_known_gpu_is_scaled() -> None:
+    guess = on_gpu(TIMES, "h100", 1e12, "bf16")
+    assert sum(guess.pass_s(4)) == pytest.approx(4e12 / (USED * GPUS["h100"].bf16))
+    known = on_gpu(TIMES.model_copy(update={"gpu": "NVIDIA A100-SXM4"}), "h100", 1e12, "bf16")
+    assert known.pass_s(4)[0] == pytest.approx(0.05 * 312 / 989)
+    assert known.spread < guess.spread
+    with pytest.raises(UsageError, match="h100"):
+        on_gpu(TIMES, "h10", 1e12, "bf16")

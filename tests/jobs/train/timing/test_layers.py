@@ -1,0 +1,49 @@
+"""The measurement behind `muster advise`, in real processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from muster.collectives_bench.cost.advice.measured import LayerTimes
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.spec.load import load_job
+from muster.jobs.spec.plain import spelled
+from muster.launch.common.kinds import KINDS
+
+pytestmark = pytest.mark.slow
+
+
+def measured(folder: Path, train: dict[str, object], **asked: object) -> dict[str, object]:
+    (folder / "job.yaml").write_text(json.dumps({"name": "layers", "nodes": 2, "train": train}))
+    job = load_job(folder / "job.yaml", KINDS, []).job
+    request = {"job": spelled(job), "ranks": 2, "samples": [2, 1], "variants": {}, "threads": 1, **asked}
+    done = subprocess.run(
+        module_argv(sys.executable, "muster.jobs.train.timing.layers"),
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_two_processes_time_passes_layers_updates_and_messages(tmp_path: Path) -> None:
+    train = {"model": "gpt-nano", "data": "synthetic", "batch_size": 4, "device": "cpu"}
+    record = measured(tmp_path, train, variants={"activation_checkpointing": {"activation_checkpointing": True}})
+    times = LayerTimes.model_validate_json(json.dumps({**record, "muster_layers": 1}))
+    assert {(each.samples, each.active) for each in times.passes} == {(2, 1), (1, 1), (2, 2), (1, 2)}
+    assert [each.name for each in times.layers] == ["embed", "block1", "block2", "norm", "head"]
+    assert all(sum(times.pass_s(each.samples, each.active)) > 0 for each in times.passes)
+    assert times.factor("activation_checkpointing") is not None
+    assert times.messages["cpu_s_per_byte"] > 0
+    assert times.shares(["block1", "block2"]) is not None
+
+
+def test_a_model_that_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    train = {"model": {"make": "nothing.py:build"}, "data": "digits", "batch_size": 4, "device": "cpu"}
+    assert "nothing.py" in str(measured(tmp_path, train)["refused"])
