@@ -106,7 +106,7 @@ def opened(request: pytest.FixtureRequest, browser: "playwright.Browser", report
 def test_every_picture_is_drawn_and_nothing_is_wider_than_the_page(opened: Opened) -> None:
     page = opened.page
     pictures = page.locator("svg.plot")
-    assert pictures.count() == 5 + 4 * 3
+    assert pictures.count() == 6 + 4 * 3
     for picture in pictures.all():
         box = picture.bounding_box()
         assert box["width"] > 200
