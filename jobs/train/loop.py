@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muster.jobs.node import page
+from muster.jobs.node.orders import Orders
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
@@ -101,18 +102,19 @@ def train(
     saving: NotSaving = NOT_SAVING,
     replay: Replay | None = None,
     profiling: NotProfiling = NOT_PROFILING,
-    living: LivingState,
+    living: LivingState | None = None,
     evaluates: bool = False,
 ) -> bool:
     """Train from step `first` to the end of the job. Every rank calls this.
 
-    `living` keeps the state if the group breaks. `evaluates`: first do the evaluation that was due at `first`.
+    `living` keeps the state if the group breaks; without it, the rank ends with its group. `evaluates`: first do the evaluation that was due at `first`.
     Returns True if the ranks were asked to stop, and stopped before the end after saving.
 
     Raises:
         Interrupted: if the ranks were asked to wait for the next attempt.
         NotFiniteError: if a loss or weight is not finite. Such a state is not saved.
     """
+    living = living or LivingState(Orders(), stays=False)
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     trainer = replace(trainer, timeline=recorder_of(trainer, files))

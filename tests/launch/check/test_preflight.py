@@ -84,7 +84,7 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
         BAD,
         "cannot reach the master at 10.10.1.1:20000: Connection refused; open",
     ),
-    ({"storage": {"where": "none", "why": "/a: is full"}}, "runs", BAD, "nowhere to keep the run: /a: is full; choose"),
+    ({"storage": {"where": "none", "why": "/a: is full"}}, "runs", BAD, "cannot store the run: /a: is full; choose"),
     (
         {"storage": {"where": "apart", "path": "/tmp", "free_mib": 9999}},
         "runs",
