@@ -7,7 +7,7 @@ mode, the rank and the shards (a batch of 62 gives two ranks a sample more). A s
     named      the slow rank was named, and no other rank (of 20 cases, 19 at least)
     healthy    of equal ranks none was named at any time (of 20 cases, all)
 
-sudo .venv/bin/python benchmarks/stragglers.py [--box NAME] [--cases 0-9] [--seconds 13] [--json FILE]
+sudo .venv/bin/python benchmarks/stragglers.py [--box NAME] [--cases 0-9] [--seconds 16] [--json FILE]
 """
 
 import json
@@ -99,7 +99,7 @@ def main() -> int:
     parser = Options(__doc__, quick={"cases": "0-1"})
     parser.add_argument("--box", default="box", help="the name of a box that is up")
     parser.add_argument("--cases", default=f"0-{CASES - 1}")
-    parser.add_argument("--seconds", type=float, default=13.0)
+    parser.add_argument("--seconds", type=float, default=16.0)
     args = parser.parse_args()
     first, _, last = args.cases.partition("-")
     rows = []

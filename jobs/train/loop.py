@@ -107,7 +107,8 @@ def train(
 ) -> bool:
     """Train from step `first` to the end of the job. Every rank calls this.
 
-    `living` keeps the state if the group breaks; without it, the rank ends with its group. `evaluates`: first do the evaluation that was due at `first`.
+    `living` keeps the state if the group breaks; without it, the rank ends with its group. `evaluates`: first do the
+    evaluation that was due at `first`.
     Returns True if the ranks were asked to stop, and stopped before the end after saving.
 
     Raises:

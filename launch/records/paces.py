@@ -22,7 +22,7 @@ from muster.launch.common.fields import LARGEST, MOST
 from muster.launch.records.stragglers import (
     STEPS,
     WINDOWS,
-    Pace,
+    RankPace,
     Slowness,
     Team,
     Unit,
@@ -88,7 +88,7 @@ def newest_steps(attempt: AttemptDir, rank: int, most_bytes: int = TAIL_BYTES) -
     return rows
 
 
-def pace_of(rows: Sequence[StepRow]) -> Pace | None:
+def pace_of(rows: Sequence[StepRow]) -> RankPace | None:
     """Summarize some steps of a rank; None if they are too few."""
     if len(rows) < STEPS:
         return None
@@ -101,7 +101,7 @@ def pace_of(rows: Sequence[StepRow]) -> Pace | None:
     low = max(0, int(len(own) / 2 - CENTRAL * len(own) ** 0.5))
     waits_s = median(row.communication_s or 0.0 for row in rows)
     samples = fmean(row.samples for row in rows)
-    return Pace(rows[0].step, rows[-1].step, median(own), own[low], waits_s, samples, parts)
+    return RankPace(rows[0].step, rows[-1].step, median(own), own[low], waits_s, samples, parts)
 
 
 def cut(steps: Mapping[int, Sequence[StepRow]], most: int = 2 * WINDOWS) -> list[Window]:
@@ -141,7 +141,7 @@ class PaceWatch:
         self._ranks = _ranks(teams)
         self._next = 0
         self._began = clock()
-        self._window: dict[int, Pace] = {}
+        self._window: dict[int, RankPace] = {}
         self._last: dict[int, int] = {}  # the last step of each rank in its window before
         self._verdicts: deque[Verdicts] = deque(maxlen=WINDOWS)
 

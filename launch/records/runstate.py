@@ -145,8 +145,7 @@ def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunSt
     of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt
     waits = seen is not None and seen.waits and rows.ended is None
     heard_s = None if is_here(rows.submitted.get("host")) else lease.age_s(run)
-    silent = alive is None and seen is None and heard_s is not None
-    gone = False if silent else alive
+    gone = False if alive is None and seen is None and heard_s is not None else alive
     has_steps = bool(step_row) and of_now
     state = "starting" if waits else _state(rows, gone, stop_asked=run.stop.exists(), has_steps=has_steps)
     submitted, ended, now = rows.submitted, rows.ended or {}, time.time()

@@ -51,7 +51,7 @@ Unit = tuple[int, ...]  # a rank, or the tensor ranks of one replica
 Team = Sequence[Unit]
 
 
-class Pace(NamedTuple):
+class RankPace(NamedTuple):
     """A rank's steps in one window: medians, in seconds."""
 
     first: int  # step
@@ -64,7 +64,7 @@ class Pace(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """A unit that is suspect in a window, or in several: times as in `Pace`, beside the `usual_s` of the others."""
+    """A unit that is suspect in a window, or in several: times as in `RankPace`, beside the `usual_s` of the others."""
 
     own_s: float
     least_s: float
@@ -76,7 +76,7 @@ class Slowness(NamedTuple):
     last: int
 
 
-Window = Mapping[int, Pace]
+Window = Mapping[int, RankPace]
 Verdicts = Mapping[Unit, Slowness]
 
 
@@ -130,7 +130,7 @@ class Straggler:
 
     def record(self) -> dict[str, Any]:
         """Return the record for JSON."""
-        return asdict(self)
+        return {**asdict(self), "ranks": list(self.ranks)}
 
 
 def teams_of(split: "Parallel") -> list[list[Unit]]:
@@ -195,12 +195,12 @@ def read_stragglers(records: Any) -> tuple[Straggler, ...]:
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
-def _joint(paces: Sequence[Pace]) -> Pace:
+def _joint(paces: Sequence[RankPace]) -> RankPace:
     """Return the pace of a unit: that of its ranks, which wait for each other within a step."""
     return paces[0] if len(paces) == 1 else sorted(paces, key=lambda each: each.own_s)[len(paces) // 2]
 
 
-def _suspects_of(team: Mapping[Unit, Pace]) -> dict[Unit, Slowness]:
+def _suspects_of(team: Mapping[Unit, RankPace]) -> dict[Unit, Slowness]:
     times = sorted(pace.own_s for pace in team.values())
     bound = ABOVE * times[(len(times) - 2) // 2]  # no unit below it can be suspect: the others' median is not smaller
     suspects = sorted((unit for unit in team if team[unit].own_s >= bound), key=lambda unit: -team[unit].own_s)
@@ -208,7 +208,7 @@ def _suspects_of(team: Mapping[Unit, Pace]) -> dict[Unit, Slowness]:
     return {unit: slow for unit, slow in verdicts if slow is not None}
 
 
-def _judge(pace: Pace, others: Sequence[Pace]) -> Slowness | None:
+def _judge(pace: RankPace, others: Sequence[RankPace]) -> Slowness | None:
     scaled = [other.own_s * _share(pace, other) for other in others]
     usual_s, waits_s = median(scaled), median(other.waits_s for other in others) - pace.waits_s
     spread_s = DEVIATION * median(abs(each - usual_s) for each in scaled)
@@ -221,7 +221,7 @@ def _judge(pace: Pace, others: Sequence[Pace]) -> Slowness | None:
     return Slowness(pace.own_s, pace.least_s, usual_s, deviations, waits_s, part, pace.first, pace.last)
 
 
-def _share(pace: Pace, other: Pace) -> float:
+def _share(pace: RankPace, other: RankPace) -> float:
     """Return how much longer `pace` may take than `other` because it has more samples."""
     return max(1.0, pace.samples / other.samples) if pace.samples and other.samples else 1.0
 

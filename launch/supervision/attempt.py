@@ -158,9 +158,7 @@ class Attempt:
         self.startup.check_begun(message)
         match message:
             case wire.Prepared() | wire.Reached():
-                # The start time-out applies to each step of the start separately.
-                self.started_at = time.monotonic()
-                self.deadline = self.started_at + self.limit_s
+                self._restart_deadline()
                 self.advance(lambda: self.startup.step(node_rank, message))
             case wire.Started():
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
@@ -192,6 +190,11 @@ class Attempt:
                 if message.gone:
                     self.roster.swept.add(node_rank)
                 self.lose(node_rank, message.why, message.code)
+
+    def _restart_deadline(self) -> None:
+        """Set the deadline anew, because the start time-out applies to each step of the start separately."""
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + self.limit_s
 
     # The start ------------------------------------------------------------------------------------------------------
 
@@ -469,6 +472,7 @@ class Attempt:
             return
         if self.startup.starting:
             self.startup.send_starts()
+            self._restart_deadline()
         self.startup.say_waiting(now, self.deadline)
         over_s, limit_s = now - self.deadline, self.deadline - self.started_at
         if over_s > 0 and (late := self.roster.late(limit_s, patient=over_s < MEET_S)):

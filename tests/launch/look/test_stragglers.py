@@ -9,6 +9,7 @@ import pytest
 
 from muster.jobs.spec.modes import Parallel
 from muster.launch.common.fields import typed
+from muster.launch.records.event_texts import lines_of
 from muster.launch.records.paces import PaceWatch, StepRow, newest_steps, pace_of
 from muster.launch.records.stragglers import (
     PARTS,
@@ -155,6 +156,13 @@ def test_the_evidence_names_the_part_of_the_step_and_survives_the_events_file() 
             assert each.kind in ("rank",)
             assert each.part in PARTS
     assert read_stragglers({"kind": "rank"}) == ()
+
+
+def test_the_console_names_each_straggler_and_says_when_none_is_left() -> None:
+    one = a_straggler("rank", {rank: Place(0, "n0") for rank in range(4)}, (1,))
+    (line,) = lines_of({"event": "slow", "attempt": 0, "stragglers": [one.record()]})
+    assert line == f"muster: warning: slow: {one.name}: {one.evidence}"
+    assert lines_of({"event": "slow", "attempt": 0, "stragglers": []}) == ["no rank is slow now"]
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
