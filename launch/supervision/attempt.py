@@ -98,7 +98,6 @@ class Attempt:
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
         kind = BY_KEY.get(context.job.kind)
         self.expendable = kind.expendable(context.job.settings, context.placement.world_size) if kind else ()
-        self._unswept = 0  # the node rank of a node that had not swept when last looked
         self.stuck: set[int] = set()  # node ranks of nodes where a process survives SIGKILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by `stop_deadline`
@@ -120,17 +119,7 @@ class Attempt:
             return True
         if self.stop_deadline is None:
             return not self.roster.running
-        return self.overdue or not self._waits_for_sweep()
-
-    def _waits_for_sweep(self) -> bool:
-        """Return whether a node has not swept yet. Called after each message, so it begins with the node found last."""
-        count = len(self.roster.nodes)
-        for each in range(self._unswept, self._unswept + count):
-            node = self.roster.nodes[each % count]
-            if each % count not in self.roster.swept and node.is_alive and node.hello is not None:
-                self._unswept = each % count
-                return True
-        return False
+        return self.overdue or not self.roster.waits_for_sweep()
 
     def unswept(self) -> list[int]:
         """List the node ranks of nodes whose agent is alive but could not end its ranks."""

@@ -20,11 +20,22 @@ class Roster:
         # node ranks that have not yet completed the current step of the start
         self.missing = set(range(len(self.nodes)))
         self.swept: set[int] = set()  # node ranks of nodes where no process of the attempt is left
+        self._unswept = 0  # the node rank of a node that had not swept when last looked
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.ended: set[int] = set()
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
+
+    def waits_for_sweep(self) -> bool:
+        """Return whether a node has not swept yet. Called after each message, so it begins with the node found last."""
+        count = len(self.nodes)
+        for each in range(self._unswept, self._unswept + count):
+            node = self.nodes[each % count]
+            if each % count not in self.swept and node.is_alive and node.hello is not None:
+                self._unswept = each % count
+                return True
+        return False
 
     @property
     def next_rank(self) -> int:
