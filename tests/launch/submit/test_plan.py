@@ -108,6 +108,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
             "python": (),
         },
         "console": (),
+        "joins": False,
     }
     assert [rank["rank"] for rank in message.ranks] == [2, 3]
     last = dict(message.ranks[1])
@@ -132,6 +133,6 @@ def test_a_function_is_called_with_the_job_and_the_commands_options() -> None:
     assert "argv" not in rank
     assert rank["call"] == "muster.jobs.train.main:run_rank"
     job = {"name": "demo", "kind": "command", "nodes": 1, "settings": {"argv": ["program", "--flag", "a b"]}}
-    assert rank["payload"] == {"job": job, "steps": 3}
+    assert rank["payload"] == {"job": job, "steps": 3, "stays": False}
     assert message.console == (0,)
     assert message.warm["preload"] == preload(context) == "torch,torch.distributed,muster.jobs.train.main"
