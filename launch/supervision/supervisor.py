@@ -93,6 +93,7 @@ class Supervisor:
         """Start attempts until the run ends, and record them. Leave no process of the run, even after an error."""
         began = time.time()
         raise_open_files()
+        collects_after = gc.get_threshold()
         gc.set_threshold(GC_AFTER)  # the records of a large run live long; scanning them again and again is expensive
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals(self.run_dir)
@@ -102,6 +103,7 @@ class Supervisor:
             verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()
+            gc.set_threshold(*collects_after)
         if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
             text = "checkpoint: had no effect, because the program opened no session (muster.session())"
             self.log.tell("warning", text=text)
