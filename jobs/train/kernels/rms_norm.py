@@ -22,6 +22,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from muster.jobs.machine.compilers import lacking
+
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST: Final = 1 << 16  # maximum number of elements in a row, because the kernels load a whole row
 _warned: Final = set[str]()
@@ -89,10 +91,11 @@ class FusedRmsNorm(nn.RMSNorm):
 
 def why_not_fused(x: Tensor) -> str:
     """Return why the kernels cannot normalize x, or "" if they can."""
-    if not has_triton():
-        return "triton is not installed"
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (x.is_cuda or interpreted):
         return f"Triton's kernels need a GPU, x is on {x.device.type}"
+    if why := why_no_triton("cpu" if interpreted else "cuda"):
+        return why
     if x.dtype not in DTYPES:
         return f"the kernels compute in float32, x is {x.dtype}"
     if x.shape[-1] > WIDEST:
@@ -101,6 +104,10 @@ def why_not_fused(x: Tensor) -> str:
 
 
 @cache
-def has_triton() -> bool:
-    """Return True if Triton is installed."""
-    return find_spec("triton") is not None
+def why_no_triton(device: str) -> str:
+    """Return why Triton cannot run kernels on a type of device, or "". On "cpu", its interpreter runs them."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device == "cuda" and (need := lacking(device)):
+        return f"Triton needs {need}"
+    return ""

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.kernels.rms_norm import has_triton
-from muster.jobs.train.numerics.pieces import compiled, require_compiler
+from muster.jobs.train.kernels.rms_norm import why_no_triton
+from muster.jobs.train.numerics.pieces import compiled
 
 CHUNK_BYTES: Final = 2**28  # size of a chunk of logits
 COMPILED_CHUNK_BYTES: Final = 2**32  # compiled code reads and writes logits once, so one large chunk is best
@@ -133,14 +132,8 @@ def kernel_of(device: str, *, compile: bool) -> tuple[Kernel, int]:
 
 @cache
 def is_fused(device: str) -> bool:
-    """Return True if a type of device runs the Triton kernel. Triton needs a C compiler and Python's headers."""
-    if device != "cuda" or not has_triton():
-        return False
-    try:
-        require_compiler(torch.device(device))
-    except RefusedError:
-        return False
-    return True
+    """Return True if a type of device runs the Triton kernel."""
+    return device == "cuda" and not why_no_triton(device)
 
 
 def counted(targets: Tensor) -> Tensor:

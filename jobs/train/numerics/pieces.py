@@ -7,14 +7,10 @@ only once. Only the input of a recomputed piece is kept. When it runs again, bat
 again, but do not record them a second time.
 """
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
@@ -24,12 +20,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.machine.compilers import lacking
 from muster.jobs.train.models.gpt import Embed, TransformerBlock
 from muster.jobs.train.models.stack import Layers, LayerStack, in_turn
 
 FIRST_OF_PIECE: Final = (Embed, TransformerBlock, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm)
 AGAIN: Final = (TransformerBlock, nn.Conv2d, nn.Linear)  # pieces that start with one of these are recomputed
-COMPILERS: Final = {"cpu": ("g++", "clang++"), "cuda": ("gcc", "clang", "cc")}
 
 Run = Callable[[Layers, Tensor], Tensor]
 
@@ -159,16 +155,5 @@ def require_compiler(device: torch.device) -> None:
     Raises:
         RefusedError: if this machine lacks a compiler or Python's headers.
     """
-    variable = {"cpu": "CXX", "cuda": "CC"}[device.type]
-    names = (os.environ[variable],) if os.environ.get(variable) else COMPILERS[device.type]
-    if not any(shutil.which(name) for name in names):
-        raise RefusedError(
-            f"train.compile: torch.compile for {device.type} needs a compiler, but none of {', '.join(names)} is "
-            f"installed; install one, name it in {variable}, or set compile: false"
-        )
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.is_file():
-        raise RefusedError(
-            f"train.compile: torch.compile needs Python's headers, but {header} does not exist; install them "
-            "(python3-dev), or set compile: false"
-        )
+    if need := lacking(device.type):
+        raise RefusedError(f"train.compile: torch.compile for {device.type} needs {need}, or set compile: false")

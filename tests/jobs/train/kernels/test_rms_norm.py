@@ -71,5 +71,13 @@ def test_what_the_kernels_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) ->
         "the kernels compute in float32, x is torch.float64"
     )
     assert "rows have 65537 elements" in ways.why_not_fused(torch.ones(1, 65537))
-    monkeypatch.setattr(ways, "has_triton", lambda: False)
-    assert ways.why_not_fused(torch.ones(2, 3)) == "triton is not installed"
+    monkeypatch.setattr(ways, "why_no_triton", lambda device: f"{device}: triton is not installed")
+    assert ways.why_not_fused(torch.ones(2, 3)) == "cpu: triton is not installed"
+
+
+def test_triton_on_a_gpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert ways.why_no_triton.__wrapped__("cuda") == (
+        "Triton needs a compiler, but none of no-such-compiler is installed; install one or name it in CC"
+    )
+    assert ways.why_no_triton.__wrapped__("cpu") == ""

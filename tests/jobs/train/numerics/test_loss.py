@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from muster.jobs.machine import compilers
 from muster.jobs.spec.train_fields import ModelSettings
+from muster.jobs.train.kernels.rms_norm import why_no_triton
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import plain_loss
 from muster.jobs.train.numerics import Numerics
@@ -97,12 +99,13 @@ def test_the_largest_tensor_of_a_bf16_step_is_a_chunk_and_not_the_logits(monkeyp
 
 
 def test_without_a_compiler_a_gpu_s_loss_does_not_need_triton(monkeypatch):
-    monkeypatch.setattr(losses, "has_triton", lambda: True)
-    for compilers, fused in (({"cuda": ("no-such-compiler",)}, False), ({"cuda": (sys.executable,)}, True)):
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setattr("muster.jobs.train.numerics.pieces.COMPILERS", compilers)
+    monkeypatch.delenv("CC", raising=False)
+    for names, fused in (("no-such-compiler",), False), ((sys.executable,), True):
+        monkeypatch.setitem(compilers.COMPILERS, "cuda", names)
+        why_no_triton.cache_clear()
         losses.is_fused.cache_clear()
         assert losses.is_fused("cuda") == fused
         assert losses.kernel_of("cuda", compile=False) == ((row_gradients, losses.CHUNK_BYTES) if not fused else ANY)
         assert not losses.is_fused("cpu")
+    why_no_triton.cache_clear()
     losses.is_fused.cache_clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.machine import compilers
 from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
@@ -193,7 +194,7 @@ def test_a_machine_without_a_compiler_is_told_what_it_lacks(monkeypatch, tmp_pat
     tool = tmp_path / "g++"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    monkeypatch.setattr(pieces.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(compilers.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(RefusedError, match=r"needs Python's headers, .*Python\.h does not exist"):
         require_compiler(CPU)
     Path(tmp_path, "Python.h").touch()
