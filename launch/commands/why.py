@@ -12,12 +12,12 @@ from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, processes, rankset, screen
 from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
-from muster.launch.look.history import AttemptHistory, read_history
+from muster.launch.look.history import ON_PURPOSE, AttemptHistory, read_history
 from muster.launch.look.history_view import attempt_lines
 from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.advice import for_run, next_step
 from muster.launch.records.runrows import Rows, read_ending, read_rows
-from muster.launch.records.runstate import RunState, is_here, read_state
+from muster.launch.records.runstate import OVER, RunState, is_here, read_state
 from muster.launch.records.stragglers import Straggler
 from muster.launch.records.verdict import RankEnd, judge, lost_too
 from muster.launch.sweeps.sweep import named_sweep
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def explain(run: RunDir) -> Explanation:
     """Explain a run by the verdict of its newest attempt or, without a verdict, by its event rows."""
     state, rows = with_stragglers(read_state(run)), read_rows(run)
-    newest = deque(typed_lines(run.attempts), maxlen=1)
+    rows_of_now = (row for row in typed_lines(run.attempts) if state.is_over or row.get("class") not in ON_PURPOSE)
+    newest = deque(rows_of_now, maxlen=1)
     verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)
     first = read_ending(verdict.get("first"))
     if state.is_over and state.class_name:  # the end of the run takes precedence over that of an attempt
@@ -122,7 +123,12 @@ def render(explanation: Explanation) -> str:
     for slow in each.stragglers:
         lines += ["", f"  slow: {slow.name}", f"    {slow.evidence}"]
     if len(each.history.attempts) > 1:
-        lines += ["", *attempt_lines(each.history, ended=each.message if each.class_name != "done" else "")]
+        lines += [
+            "",
+            *attempt_lines(
+                each.history, ended=each.message if each.state in OVER and each.class_name != "done" else ""
+            ),
+        ]
     steps = [step for step in (each.next_step, each.going_on) if step]
     lines += [f"{lead} {step}" for lead, step in zip(("\nnext:", "then:"), steps, strict=False)]
     return "\n".join(lines)

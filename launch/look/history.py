@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_ATTEMPTS, real, typed_lines
-from muster.launch.records.runrows import first_and_last_step
+from muster.launch.records.runrows import LIVING, first_and_last_step
 from muster.launch.records.runstate import RunState
 from muster.launch.records.verdict import RankEnd
 
@@ -88,6 +88,7 @@ class _Told:
     row: dict[str, Any]
     span: int
     resuming: dict[str, Any] = field(default_factory=dict)
+    regrouped: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     replayed: dict[str, Any] = field(default_factory=dict)
     stalls_s: float = 0.0
@@ -169,8 +170,8 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
         if event == "saved":
             told[attempt].saved = row
             told[attempt].stalls_s += real(row.get("stall_s")) or 0.0
-        elif event == "replayed":
-            told[attempt].replayed = row
+        elif event in ("replayed", "regrouped"):
+            setattr(told[attempt], event, row)
     return told, spans
 
 
@@ -212,7 +213,7 @@ def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
 def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
     """Build the record of an attempt that has no row in attempts.jsonl."""
     _, newest = first_and_last_step(run, attempt)
-    from_step = told.resuming.get("step") or 0
+    from_step = told.regrouped.get("step") or told.resuming.get("step") or 0
     saved = told.saved.get("step")
     last = max((step for step in (newest.get("step"), saved) if step is not None), default=None)
     return AttemptRecord(
@@ -220,7 +221,7 @@ def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
         started=told.row.get("time"),
         world_size=told.row.get("world_size"),
         hosts=tuple(told.row.get("hosts", ())),
-        origin=told.resuming.get("checkpoint"),
+        origin=LIVING if told.regrouped else told.resuming.get("checkpoint"),
         from_step=from_step,
         last_step=last,
         saved_step=saved,

@@ -130,6 +130,33 @@ def test_the_record_of_why_has_every_number(restarted, muster_json) -> None:
     assert json.loads(json.dumps(told)) == told
 
 
+def test_a_run_that_continues_in_place_blames_no_joining_and_loses_no_step(make_run, muster) -> None:
+    folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
+    text, name = "rank 3 on node 1 (n2) was killed by SIGKILL", "requeue"
+    row(folder, 0, 0.5, 28.5, message=text, first=ending(3, 28.2), last_step=52, next="attempt 1 on 3 ranks, in place")
+    begin(folder, 1, 28.6, ["n1", "n2"], 3).event("regrouped", 28.7, attempt=1, rank=0, step=52, redone=0, source=0)
+    fields = {"from": "living ranks", "from_step": 52, "last_step": 60, "code": 75, "class": name, "world_size": 3}
+    row(folder, 1, 28.6, 30.0, message="1 rank joined the others", next="attempt 2 on 4 ranks, in place", **fields)
+    begin(folder, 2, 30.1, ["n1", "n2"]).event("regrouped", 30.2, attempt=2, rank=0, step=60, redone=0, source=0)
+    folder.event("joined", 30.2, attempt=2, seconds=0.1)
+    steps(folder, 2, 61, 70, begin_s=30.2, each_s=0.5)
+    _, out, _ = muster("why")
+    assert out.startswith(f"{ID} is running; attempt 0 failed\n\n  first: {text}\n")
+    assert (
+        out.partition("\nattempt 1, ")[2].partition("total ")[0]
+        == """\
+3 ranks on 2 nodes (n1, n2), ddp, from living ranks, steps 53-60
+  end    1 rank joined the others
+  lost   no step and 0.1 s: wait 0.10
+  then   attempt 2 on 4 ranks, in place
+attempt 2, 4 ranks on 2 nodes (n1, n2), from living ranks, steps 61-70
+  now    running
+"""
+    )
+    assert "3 attempts, 1 failed, no step and 0.2 s lost" in out
+    assert "ended  " not in out
+
+
 def test_waiting_for_a_node_that_stayed_away_is_time_of_the_supervisor_that_waited(make_run, muster) -> None:
     folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
     row(folder, 0, 0.5, 10.0, last_step=52, saved_step=40, lost_steps=12, times={"detect_s": 5.0, "stop_s": 0.5})
