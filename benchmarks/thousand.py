@@ -83,10 +83,10 @@ def ended(attempt: int, rank: int, now: float, code: int | None, sent: str | Non
     return Exited(attempt, rank, code, sent, sent, now, {}, None, ())
 
 
-def progress(ranks: range) -> Progress:
-    """Return the progress of a node whose ranks work."""
+def progress(ranks: range, *, each: bool) -> Progress:
+    """Return the progress of a node whose ranks work, as an agent does: that of every rank if it was asked for."""
     told: dict[str, Any] = {}
-    for rank in ranks:
+    for rank in ranks if each else ():
         told[str(rank)] = {"phase": "run", "steps": 41, "beats_age_s": 0.2, "state": ""}
     common = {"steps": 41, "beats_age_s": 0.2, "slowest_s": 0.1, "sessions": len(ranks), "output_age_s": None}
     return {**common, "phases": ("run",), "ranks": told}  # type: ignore[typeddict-item]
@@ -145,7 +145,8 @@ class Stub:
                 case Bye():
                     return
                 case Beat():
-                    tell(Heartbeat(0, message.sent, now, now, progress(running) if running else None))
+                    told = progress(running, each=message.ranks) if running else None
+                    tell(Heartbeat(0, message.sent, now, now, told))
                 case Prepare():
                     tell(Prepared(message.attempt, 4242, STORE, (("eth1", STORE),)))
                 case Reach():

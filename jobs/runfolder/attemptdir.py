@@ -23,6 +23,7 @@ class AttemptDir:
     # the checkpoint that this attempt resumed from: {"checkpoint": its folder's name or null, "step": n}
     resume = At("resume.json")
     commands = At("commands")  # folder of the exact argv per node
+    commands_from = Each("commands/nodes-from-{:05d}.jsonl")  # in large runs: those of many nodes from a number
     command = Each("commands/node-{:02d}.json")  # the exact command of one node's agent and its ranks
     node = Each("node-{:02d}.json")  # the processes that one node's agent started: pids, cores, host
     # why the programs of one node must end, and the deadline: {"reason", "message", "deadline"}

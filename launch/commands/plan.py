@@ -79,12 +79,15 @@ def describe(prepared: "PreparedSubmission", plans: "list[NodePlan]", commands: 
                 "node": plan.placement.node_rank,
                 "host": plan.placement.host,
                 "address": plan.placement.address,
-                "environment": [_value(value) for value in map(asdict, plan.warm_environment)],
+                "environment": [_value(value._asdict()) for value in plan.warm_environment],
                 "ranks": [
                     {
-                        **asdict(rank),
+                        "rank": rank.rank,
+                        "cores": rank.cores,
+                        "gpus": rank.gpus,
+                        "threads": rank.threads,
                         "places": split.places(rank.rank) if split else {},
-                        "environment": [_value(value) for value in map(asdict, rank.environment)],
+                        "environment": [_value(value._asdict()) for value in rank.environment],
                     }
                     for rank in plan.ranks
                 ],

@@ -6,10 +6,11 @@ A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
@@ -43,8 +44,7 @@ class NodeMachine:
     run: RunDir | None = None  # this node's own run folder, if it does not share the supervisor's
 
 
-@dataclass(frozen=True)
-class EnvValue:
+class EnvValue(NamedTuple):
     """One environment variable of a rank, and the reason for its value."""
 
     name: str
@@ -60,7 +60,12 @@ class RankPlan:
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
     threads: int
-    environment: tuple[EnvValue, ...]
+    draw_up: Callable[[], tuple[EnvValue, ...]]  # 100,000 ranks have 2 million variables, so no plan holds them
+
+    @property
+    def environment(self) -> tuple[EnvValue, ...]:
+        """The rank's variables."""
+        return self.draw_up()
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: i
     """Plan every node of an attempt. Pretend nodes on one host divide its cores and GPUs."""
     nodes = context.placement.nodes
     shares = _shares(machines)
+    session = session_text(context) if context.entry is None else ""
     plans = []
     for node, machine in zip(nodes, shares, strict=True):
         pinned = pin(machine.cores, node.ranks)
@@ -186,7 +192,9 @@ def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: i
                 cores=pinned[local_rank],
                 gpus=machine.gpus,
                 threads=threads,
-                environment=_rank_environment(context, machine, node.first_rank + local_rank, master_port, divided),
+                draw_up=partial(
+                    _rank_environment, context, machine, node.first_rank + local_rank, master_port, divided, session
+                ),
             )
             for local_rank in range(node.ranks)
         )
@@ -195,9 +203,8 @@ def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: i
     return plans
 
 
-def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> Start:
-    """Convert one node's plan to the agent's start message: data, never shell text."""
-    attempt = plan.run.attempt(context.attempt)
+def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, master_port: int) -> Iterator[Start]:
+    """Convert the plan of each node to the agent's start message: data, never shell text."""
     what: dict[str, Any] = (
         {"argv": context.argv}
         if context.entry is None
@@ -206,37 +213,39 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
             "payload": {"job": job_for_ranks(context.job), "stays": stays(context.job), **context.options},
         }
     )
-    return Start(
-        attempt=context.attempt,
-        node=plan.placement.node_rank,  # an agent keeps its slot, but its node rank may change in the next attempt
-        attempt_dir=str(attempt.path),
-        apart=plan.apart,
-        workdir=context.workdir,
-        setup=(*context.site.setup, *context.job.setup),
-        store=store,
-        master_port=master_port,
-        warm={
-            "preload": preload(context),
-            "env": {each.name: each.value for each in plan.warm_environment},
-            "python": context.warm_python,
-        },
-        console=tuple(rank.rank for rank in plan.ranks if context.tee or rank.rank == 0),
-        ranks=tuple(
-            {
-                "rank": rank.rank,
-                "env": {each.name: each.value for each in rank.environment},
-                "workdir": context.workdir,
-                "out": str(attempt.out(rank.rank)),
-                "err": str(attempt.err(rank.rank)),
-                "cores": list(rank.cores),
-                "gpus": list(rank.gpus),
-                "threads": rank.threads,
-                **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
-                **what,
-            }
-            for rank in plan.ranks
-        ),
-    )
+    for plan in plans:
+        attempt = plan.run.attempt(context.attempt)
+        yield Start(
+            attempt=context.attempt,
+            node=plan.placement.node_rank,  # an agent keeps its slot, but its node rank may change in the next attempt
+            attempt_dir=str(attempt.path),
+            apart=plan.apart,
+            workdir=context.workdir,
+            setup=(*context.site.setup, *context.job.setup),
+            store=store,
+            master_port=master_port,
+            warm={
+                "preload": preload(context),
+                "env": {each.name: each.value for each in plan.warm_environment},
+                "python": context.warm_python,
+            },
+            console=tuple(rank.rank for rank in plan.ranks if context.tee or rank.rank == 0),
+            ranks=tuple(
+                {
+                    "rank": rank.rank,
+                    "env": {each.name: each.value for each in rank.environment},
+                    "workdir": context.workdir,
+                    "out": str(attempt.out(rank.rank)),
+                    "err": str(attempt.err(rank.rank)),
+                    "cores": list(rank.cores),
+                    "gpus": list(rank.gpus),
+                    "threads": rank.threads,
+                    **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
+                    **what,
+                }
+                for rank in plan.ranks
+            ),
+        )
 
 
 def stays(job: Job) -> bool:
@@ -289,7 +298,7 @@ def _threads(job: Job, machine: NodeMachine, node: NodePlacement) -> int:
 
 
 def _rank_environment(
-    context: Context, machine: NodeMachine, rank: int, master_port: int | None, divided: bool
+    context: Context, machine: NodeMachine, rank: int, master_port: int | None, divided: bool, session: str
 ) -> tuple[EnvValue, ...]:
     run = machine.run or context.run
     env = context.placement.rank_env(
@@ -314,7 +323,7 @@ def _rank_environment(
         file = run.attempt(context.attempt).stop(env.node_rank)
         values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: the reason, and the deadline"))
         values.append(EnvValue(FILES, str(run.files), "for the program's own files, the same in all attempts"))
-        values.append(EnvValue(SESSION, session_text(context), "read by muster.session()"))
+        values.append(EnvValue(SESSION, session, "read by muster.session()"))
     if divided and machine.gpus:
         values.append(EnvValue("CUDA_VISIBLE_DEVICES", ",".join(machine.gpus), "pretend nodes divide the GPUs"))
     return tuple(values)

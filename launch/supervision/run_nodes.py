@@ -195,9 +195,10 @@ class RunNodes:
         """Send a beat to every agent. In large runs, each beat asks some of the nodes for the progress of each rank."""
         ranks = sum(node.place.ranks for node in self.nodes)
         most = max(1, int(len(self.nodes) * RANKS_PER_S * self.beat_s / max(1, ranks)))
-        asked, count = self._turn, len(self.nodes)
+        asked, count, now = self._turn, len(self.nodes), time.time()
+        beats = {each: Beat(now, each) for each in (True, False)}
         for slot in self.alive():
-            self.send(slot, Beat(time.time(), (slot - asked) % count < most))
+            self.send(slot, beats[(slot - asked) % count < most])
         self._turn = (asked + most) % count
 
     def silent(self, now: float) -> list[int]:

@@ -20,13 +20,13 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.basics.files import write_json, write_text
+from muster.jobs.basics.files import write_inside, write_json, write_text
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fingerprint import fingerprint
-from muster.launch.plan.plan import Context, NodeMachine, NodePlan, plan_nodes, start_message
+from muster.launch.plan.plan import Context, NodeMachine, NodePlan, plan_nodes, start_messages
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Stop
 from muster.launch.supervision.console import Console
@@ -34,7 +34,7 @@ from muster.launch.supervision.master import own_address
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.wire import messages as wire
-from muster.launch.wire.codec import ProtocolError
+from muster.launch.wire.codec import ProtocolError, encode
 
 LOOPBACK: Final = "127.0.0.1"
 WAITING_S: Final = 3.0  # pause between two messages about nodes that have not answered
@@ -248,9 +248,7 @@ class Startup:
             return Stop(error.exit_code, str(error))
         self.begun = True
         self.announce(plans)
-        starts: Iterable[wire.Start] = (
-            start_message(context, plan, store=machines[0].torch, master_port=self.port) for plan in plans
-        )
+        starts: Iterable[wire.Start] = start_messages(context, plans, store=machines[0].torch, master_port=self.port)
         if context.adopted:  # ranks wait already, so they get their orders before the files are written
             starts = [*starts]
             for number, start in enumerate(starts):
@@ -260,13 +258,22 @@ class Startup:
         return None
 
     def send_starts(self) -> None:
-        """Start the next nodes. The supervisor calls this while `starting`, and handles messages in between."""
+        """Start the next nodes. The supervisor calls this while `starting`, and handles messages in between.
+
+        A file per node has its order. In larger runs, a file has those of STARTS nodes, one per line.
+        """
         attempt, count = self.context.run.attempt(self.context.attempt), len(self.roster.nodes)
+        together = list[bytes]()
         for number, start in islice(self.starts, STARTS):
-            write_json(attempt.command(number), vars(start), indent=2 if count <= STARTS else None)
+            if count > STARTS:
+                together.append(encode(start))
+            else:
+                write_json(attempt.command(number), vars(start))
             if not self.context.adopted:
                 self.send(number, start)
             self.starting = number + 1 < count
+        if together:
+            write_inside(attempt.commands_from(number + 1 - len(together)), b"".join(together))
 
     def joiners(self, numbers: Mapping[int, int]) -> dict[int, wire.Start]:
         """Return the orders that start ranks besides those that train. `numbers`: {rank: node rank}."""
@@ -281,8 +288,10 @@ class Startup:
         states = [self.roster.nodes[number] for number in nodes]
         machines = [machine_of(each.hello, each.reached) for each in states if each.hello is not None]
         found = {}
-        for number, plan in zip(nodes, plan_nodes(context, machines, self.port), strict=True):
-            start, attempt = start_message(context, plan, store=False, master_port=0), plan.run.attempt(context.attempt)
+        plans = plan_nodes(context, machines, self.port)
+        starts = start_messages(context, plans, store=False, master_port=0)
+        for number, plan, start in zip(nodes, plans, starts, strict=True):
+            attempt = plan.run.attempt(context.attempt)
             mine = [rank for rank, node in numbers.items() if node == number]
             ranks = tuple(  # the last ranks of the node; their places are known only when they join
                 {**each, "rank": rank, "out": str(attempt.out(rank)), "err": str(attempt.err(rank))}

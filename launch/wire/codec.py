@@ -19,18 +19,31 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Final
 
 from muster.jobs.basics.reading import parse_json
 
 KIND: Final = "message"
+TAG: Final = "report"  # the field that distinguishes the records of a union
 LONGEST_FLOAT: Final = 1000  # bits of the largest integer that is read as a float
 SHOWN: Final = 60  # maximum characters of an invalid value in an error message
 
 
 class ProtocolError(ValueError):
-    """A message violates the protocol."""
+    """A message violates the protocol. Readers add the name of each field that they are in, from the innermost one."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.path = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}" if self.path else self.text
+
+    def within(self, name: str) -> "ProtocolError":
+        """Return the same error with the name of the enclosing field or message."""
+        self.path = f"{name}.{self.path}" if self.path else name
+        return self
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,24 @@ DEFAULTS: Final[Mapping[type, Bound]] = {
     dict: Bound(most=1 << 16),
 }
 
-Read = Callable[[Any, str], Any]
+Read = Callable[[Any], Any]
 
 
+def _remember_last(encode: Callable[[object], bytes]) -> Callable[[object], bytes]:
+    """Let a message that is sent to many nodes in a row be encoded only once. Messages are frozen."""
+    last: tuple[object, bytes] = (None, b"")
+
+    @wraps(encode)
+    def remembering(message: object) -> bytes:
+        nonlocal last
+        if last[0] is not message:
+            last = message, encode(message)
+        return last[1]
+
+    return remembering
+
+
+@_remember_last
 def encode(message: object) -> bytes:
     """Encode a message as one line."""
     return (json.dumps({KIND: type(message).__name__, **vars(message)}, default=_spell) + "\n").encode()
@@ -77,13 +105,16 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"expected one of {', '.join(kinds)}, got {_shown(name if name is not None else found)}")
-    return kind(**_record(kind)(found, kind.__name__))
+    try:
+        return kind(**_record(kind)(found))
+    except ProtocolError as error:
+        raise error.within(kind.__name__) from None
 
 
 def fits(value: object, hint: Any) -> bool:
     """Return whether a JSON value is valid for a field of this type."""
     try:
-        _reader(hint)(value, "")
+        _reader(hint)(value)
     except ProtocolError:
         return False
     return True
@@ -104,15 +135,23 @@ def _record(kind: Any) -> Read:
     else:
         needed = [each.name for each in fields(kind) if each.default is MISSING]
     required = frozenset(needed)
+    names = readers.keys()
 
-    def read(value: Any, where: str) -> dict[str, Any]:
+    def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _wrong(where, "an object", value)
-        if missing := required - value.keys():
-            raise ProtocolError(f"{where}: lacks {', '.join(sorted(missing))}")
-        if unknown := value.keys() - readers.keys():
-            raise ProtocolError(f"{where}: has unknown fields {_shown(sorted(unknown))}")
-        return {name: readers[name](each, f"{where}.{name}") for name, each in value.items()}
+            raise _wrong("an object", value)
+        if value.keys() != names:
+            if missing := required - value.keys():
+                raise ProtocolError(f"lacks {', '.join(sorted(missing))}")
+            if unknown := value.keys() - names:
+                raise ProtocolError(f"has unknown fields {_shown(sorted(unknown))}")
+        found, name = {}, ""
+        try:
+            for name, each in value.items():
+                found[name] = readers[name](each)
+        except ProtocolError as error:
+            raise error.within(name) from None
+        return found
 
     return read
 
@@ -123,13 +162,13 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
     if origin is typing.Annotated:
         return _reader(arguments[0], arguments[1])
     if hint is Any:
-        return lambda value, where: value
+        return lambda value: value
     if hint is None or hint is types.NoneType:
         return _literal((None,))
     if origin is typing.Literal:
         return _literal(arguments)
     if origin in (types.UnionType, typing.Union):
-        return _union([_reader(each, bound) for each in arguments])
+        return _union(arguments, bound)
     if typing.is_typeddict(hint):
         return _record(hint)
     bound = bound or DEFAULTS.get(origin or hint)
@@ -143,20 +182,32 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
 
 
 def _literal(allowed: tuple[Any, ...]) -> Read:
-    def read(value: Any, where: str) -> Any:
-        if not any(value is each or (value == each and type(value) is type(each)) for each in allowed):
-            raise _wrong(where, " or ".join(map(repr, allowed)), value)
+    kinds = {(type(each), each) for each in allowed}
+
+    def read(value: Any) -> Any:
+        kind = type(value)
+        if kind in (dict, list) or (kind, value) not in kinds:
+            raise _wrong(" or ".join(map(repr, allowed)), value)
         return value
 
     return read
 
 
-def _union(readers: list[Read]) -> Read:
-    def read(value: Any, where: str) -> Any:
+def _union(arguments: tuple[Any, ...], bound: Bound | None) -> Read:
+    if types.NoneType in arguments:
+        some = tuple(each for each in arguments if each is not types.NoneType)
+        other = _union(some, bound) if len(some) > 1 else _reader(some[0], bound)
+        return lambda value: None if value is None else other(value)
+    readers = [_reader(each, bound) for each in arguments]
+    tagged = {tag: read for each, read in zip(arguments, readers, strict=True) for tag in _tags(each)}
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(tag := value.get(TAG), str) and tag in tagged:
+            return tagged[tag](value)
         failed: ProtocolError | None = None
         for each in readers:
             try:
-                return each(value, where)
+                return each(value)
             except ProtocolError as error:
                 failed = error
         assert failed is not None
@@ -165,26 +216,38 @@ def _union(readers: list[Read]) -> Read:
     return read
 
 
+def _tags(hint: Any) -> tuple[Any, ...]:
+    """Return the values that the tag of a TypedDict may have; () if it has none."""
+    return typing.get_args(typing.get_type_hints(hint).get(TAG)) if typing.is_typeddict(hint) else ()
+
+
 def _tuple(arguments: tuple[Any, ...], bound: Bound) -> Read:
     repeated = _reader(arguments[0]) if arguments[-1] is ... else None
     single = [] if repeated else [_reader(each) for each in arguments]
 
-    def read(value: Any, where: str) -> tuple[Any, ...]:
+    def read(value: Any) -> tuple[Any, ...]:
         most = bound.most if repeated else len(single)
         if not isinstance(value, list) or len(value) > most or (single and len(value) != most):
-            raise _wrong(where, f"a list of {'at most ' if repeated else ''}{most:.0f}", value)
+            raise _wrong(f"a list of {'at most ' if repeated else ''}{most:.0f}", value)
         if repeated:
-            return tuple(repeated(each, where) for each in value)
-        return tuple(one(each, where) for one, each in zip(single, value, strict=True))
+            return tuple(map(repeated, value))
+        return tuple([one(each) for one, each in zip(single, value, strict=True)])
 
     return read
 
 
 def _dict(key: Read, item: Read, bound: Bound) -> Read:
-    def read(value: Any, where: str) -> dict[Any, Any]:
+    def read(value: Any) -> dict[Any, Any]:
         if not isinstance(value, dict) or len(value) > bound.most:
-            raise _wrong(where, f"an object of at most {bound.most:.0f} fields", value)
-        return {key(name, where): item(each, f"{where}.{ascii(name)[1:-1][:SHOWN]}") for name, each in value.items()}
+            raise _wrong(f"an object of at most {bound.most:.0f} fields", value)
+        found, name = {}, ""
+        for name, each in value.items():
+            known = key(name)
+            try:
+                found[known] = item(each)
+            except ProtocolError as error:
+                raise error.within(ascii(name)[1:-1][:SHOWN]) from None
+        return found
 
     return read
 
@@ -194,43 +257,51 @@ def _bool(bound: Bound) -> Read:
 
 
 def _int(bound: Bound) -> Read:
-    def read(value: Any, where: str) -> int:
-        if type(value) is not int or not bound.least <= value <= bound.most:
-            raise _wrong(where, f"a whole number from {bound.least:.0f} to {bound.most:.0f}", value)
+    least, most = bound.least, bound.most
+
+    def read(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise _wrong(f"a whole number from {least:.0f} to {most:.0f}", value)
         return value
 
     return read
 
 
 def _float(bound: Bound) -> Read:
-    def read(value: Any, where: str) -> float:
+    least, most = bound.least, bound.most
+
+    def read(value: Any) -> float:
+        if type(value) is float and least <= value <= most:
+            return value
         number = type(value) is float or (type(value) is int and value.bit_length() <= LONGEST_FLOAT)
         if not number or (bound is not ANY_FLOAT and not bound.least <= value <= bound.most):
-            raise _wrong(where, f"a number from {bound.least:g} to {bound.most:g}", value)
+            raise _wrong(f"a number from {bound.least:g} to {bound.most:g}", value)
         return float(value)
 
     return read
 
 
 def _str(bound: Bound) -> Read:
-    def read(value: Any, where: str) -> str:
-        if not isinstance(value, str) or len(value) > bound.most:
-            raise _wrong(where, f"text of at most {bound.most:.0f} characters", value)
-        if bound.words is not None and value not in bound.words:
-            raise _wrong(where, "a known name", value)
+    most, words = bound.most, bound.words
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise _wrong(f"text of at most {most:.0f} characters", value)
+        if words is not None and value not in words:
+            raise _wrong("a known name", value)
         return value
 
     return read
 
 
 def _bytes(bound: Bound) -> Read:
-    def read(value: Any, where: str) -> bytes:
+    def read(value: Any) -> bytes:
         try:
             data = base64.b64decode(value, validate=True)
         except (TypeError, ValueError, binascii.Error) as error:
-            raise _wrong(where, "base64", value) from error
+            raise _wrong("base64", value) from error
         if len(data) > bound.most:
-            raise _wrong(where, f"at most {bound.most:.0f} bytes", value)
+            raise _wrong(f"at most {bound.most:.0f} bytes", value)
         return data
 
     return read
@@ -241,8 +312,8 @@ def _spell(value: object) -> str:
     return base64.b64encode(value).decode()
 
 
-def _wrong(where: str, expected: str, value: Any) -> ProtocolError:
-    return ProtocolError(f"{where}: expected {expected}, got {_shown(value)}")
+def _wrong(expected: str, value: Any) -> ProtocolError:
+    return ProtocolError(f"expected {expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

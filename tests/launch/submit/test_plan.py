@@ -11,7 +11,7 @@ from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import (
     plan_nodes,
     preload,
-    start_message,
+    start_messages,
 )
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.messages import TO_AGENT
@@ -83,7 +83,7 @@ def test_threads_are_the_jobs_number_or_on_request_the_cores_of_a_rank() -> None
 
 def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> None:
     context = make_context(nodes=2, ranks_per_node=2, setup=["module load x"], site=Site(setup=["umask 027"]))
-    message = start_message(context, plan(context, box(4))[1], store=True, master_port=4242)
+    (message,) = start_messages(context, [plan(context, box(4))[1]], store=True, master_port=4242)
     assert decode(encode(message), TO_AGENT) == message
     attempt = "/runs/demo-20250101T000000Z-abc123/attempt-000"
     assert {name: value for name, value in vars(message).items() if name != "ranks"} == {
@@ -128,7 +128,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
 
 def test_a_function_is_called_with_the_job_and_the_commands_options() -> None:
     context = replace(make_context(entry="muster.jobs.train.main:run_rank", nodes=1), options={"steps": 3})
-    message = start_message(context, plan(context, box(2))[0], store=True, master_port=1)
+    (message,) = start_messages(context, [plan(context, box(2))[0]], store=True, master_port=1)
     (rank,) = message.ranks
     assert "argv" not in rank
     assert rank["call"] == "muster.jobs.train.main:run_rank"

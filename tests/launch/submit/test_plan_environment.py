@@ -13,7 +13,7 @@ from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import (
     plan_nodes,
     shared_environment,
-    start_message,
+    start_messages,
 )
 from support.plans import box, make_context, plan, shared, values
 
@@ -123,7 +123,7 @@ def test_a_node_that_keeps_its_part_of_the_run_elsewhere_is_told_so_and_its_rank
     assert (first.run, first.apart, second.run, second.apart) == (context.run, False, elsewhere, True)
     assert values(first.ranks[0])["MUSTER_RUN_DIR"] == str(context.run.path)
     assert values(second.ranks[0])["MUSTER_RUN_DIR"] == str(elsewhere.path)
-    message = start_message(context, second, store=True, master_port=4242)
+    (message,) = start_messages(context, [second], store=True, master_port=4242)
     assert (message.apart, message.attempt_dir) == (True, f"{elsewhere.path}/attempt-000")
     assert message.ranks[0]["out"] == f"{elsewhere.path}/attempt-000/rank-00001.out"
 
