@@ -8,15 +8,18 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from muster.jobs.basics.terminal import last_state, rank_line, raw
+from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import rankset, screen
 from muster.launch.common.ranklogs import is_coloured, prefix
 from muster.launch.plan.plan import NodePlan
 from muster.launch.records.advice import for_run
 from muster.launch.records.verdict import Verdict
+
+MOST_LISTED: Final = 256  # ranks of the plan
 
 
 class Console:
@@ -39,10 +42,11 @@ class Console:
         """Print which rank runs on which node."""
         self.say(f"run {run_path}")
         self.say(f"{'rank':>6}  {'node':>4}  {'host':<20}  cores")
-        for node in nodes:
-            for rank in node.ranks:
-                cores = ",".join(map(str, rank.cores))
-                self.say(f"{rank.rank:>6}  {node.placement.node_rank:>4}  {node.placement.host:<20}  {cores}")
+        ranks = [(node.placement, rank) for node in nodes for rank in node.ranks]
+        for place, rank in ranks[:MOST_LISTED]:
+            self.say(f"{rank.rank:>6}  {place.node_rank:>4}  {place.host:<20}  {','.join(map(str, rank.cores))}")
+        if (more := len(ranks) - MOST_LISTED) > 0:
+            self.say(f"   ...  and {counted(more, 'rank')} more: attempt-000/placement.json in the run folder")
         self.say(f"master {master}")
         if self._terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.say("closing this terminal ends the run; muster submit starts one that continues without it")

@@ -14,7 +14,7 @@ from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.plan.plan import NodePlan, RankPlan
 from muster.launch.records.verdict import RankEnd, Verdict, judge
-from muster.launch.supervision.console import Console
+from muster.launch.supervision.console import MOST_LISTED, Console
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -33,8 +33,8 @@ DONE = Verdict(0, "2 ranks ended with 0")
 def test_the_plan_names_every_rank_with_its_place(capsys) -> None:
     run = RunDir(Path("/runs/demo"))
     nodes = [
-        NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, 1), run, False, (), (RankPlan(0, (0, 1), (), 1, ()),)),
-        NodePlan(NodePlacement(1, "n1", "10.0.0.2", 1, 1), run, False, (), (RankPlan(1, (0,), (), 1, ()),)),
+        NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, 1), run, False, (), (RankPlan(0, (0, 1), (), 1, tuple),)),
+        NodePlan(NodePlacement(1, "n1", "10.0.0.2", 1, 1), run, False, (), (RankPlan(1, (0,), (), 1, tuple),)),
     ]
     Console().plan("/runs/demo", nodes, "10.0.0.1:4242")
     assert capsys.readouterr() == (
@@ -127,6 +127,16 @@ def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_st
     )
 
 
+def test_a_plan_of_very_many_ranks_is_cut_off(capsys) -> None:
+    ranks = tuple(RankPlan(rank, (rank,), (), 1, tuple) for rank in range(MOST_LISTED + 2))
+    node = NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, len(ranks)), RunDir(Path("/runs/demo")), False, (), ranks)
+    Console().plan("/runs/demo", [node], "10.0.0.1:4242")
+    *_, last, more, master = capsys.readouterr().err.splitlines()
+    assert last.split() == ["255", "0", "n0", "255"]
+    assert more == "   ...  and 2 ranks more: attempt-000/placement.json in the run folder"
+    assert master == "master 10.0.0.1:4242"
+
+
 def test_rank_0s_last_lines_are_not_repeated_below_themselves(capsys) -> None:
     Console().end(judge([ending(0)], None), 1.0, RUN, "")
     assert capsys.readouterr().err == (
@@ -180,7 +190,7 @@ def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> 
 TALK = """
 import sys
 from muster.jobs.runfolder.rundir import RunDir, runs_root
-from muster.launch.supervision.console import Console
+from muster.launch.supervision.console import MOST_LISTED, Console
 from muster.launch.records.verdict import Verdict
 console = Console()
 for number in range(3):
