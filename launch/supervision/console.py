@@ -46,7 +46,7 @@ class Console:
         for place, rank in ranks[:MOST_LISTED]:
             self.say(f"{rank.rank:>6}  {place.node_rank:>4}  {place.host:<20}  {','.join(map(str, rank.cores))}")
         if (more := len(ranks) - MOST_LISTED) > 0:
-            self.say(f"   ...  and {counted(more, 'rank')} more: attempt-000/placement.json in the run folder")
+            self.say(f"   ...  and {counted(more, 'more rank')}: attempt-000/placement.json in the run folder")
         self.say(f"master {master}")
         if self._terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.say("closing this terminal ends the run; muster submit starts one that continues without it")

@@ -133,7 +133,7 @@ def test_a_plan_of_very_many_ranks_is_cut_off(capsys) -> None:
     Console().plan("/runs/demo", [node], "10.0.0.1:4242")
     *_, last, more, master = capsys.readouterr().err.splitlines()
     assert last.split() == ["255", "0", "n0", "255"]
-    assert more == "   ...  and 2 ranks more: attempt-000/placement.json in the run folder"
+    assert more == "   ...  and 2 more ranks: attempt-000/placement.json in the run folder"
     assert master == "master 10.0.0.1:4242"
 
 

@@ -391,3 +391,11 @@ def test_many_nodes_are_started_in_parts_between_which_the_supervisor_hears_mess
         start.startup.send_starts()
         found.append([node for node, _ in start.orders(wire.Start)])
     assert found == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    folder = start.startup.context.run.attempt(0).commands
+    orders = {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
+    assert {name: [order["node"] for order in rows] for name, rows in orders.items()} == {
+        "nodes-from-00000.jsonl": [0, 1],
+        "nodes-from-00002.jsonl": [2, 3],
+        "nodes-from-00004.jsonl": [4],
+    }
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
