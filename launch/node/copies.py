@@ -238,11 +238,10 @@ class Copies:
         """Answer one connection. One that does not prove that it belongs to the run is closed."""
         try:
             with connection, contextlib.suppress(OSError, HandshakeError, MusterError):
-                end = copy_wire.accepted(connection, self._address, self.secret)
-                if self.run is not None:
-                    found = copy_wire.answer(end, self.run, self._expect, self._pace)
-                    if found is not None:
-                        self._report_kept(*found)
+                with copy_wire.accepted(connection, self._address, self.secret) as end:
+                    found = None if self.run is None else copy_wire.answer(end, self.run, self._expect, self._pace)
+                if found is not None:
+                    self._report_kept(*found)
         finally:
             self._connections.release()
 

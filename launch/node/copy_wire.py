@@ -92,9 +92,9 @@ def dialled(address: str, port: int, key: str) -> Iterator[Wire]:
     """
     where = f"{address}:{port}"
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection:
+        with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as reader:
             connection.settimeout(QUIET_S)
-            wire, end = Wire(connection, connection.makefile("rb")), AgentSide(key, 0, where)
+            wire, end = Wire(connection, reader), AgentSide(key, 0, where)
             connection.sendall(end.greeting())
             connection.sendall(end.answer(wire.reader.readline(LONGEST)))
             if wire.reader.readline(LONGEST) != WELCOME:
@@ -104,7 +104,8 @@ def dialled(address: str, port: int, key: str) -> Iterator[Wire]:
         raise UnreachableError(f"the node at {where}: {error or type(error).__name__}") from error
 
 
-def accepted(connection: socket.socket, address: str, key: str) -> Wire:
+@contextmanager
+def accepted(connection: socket.socket, address: str, key: str) -> Iterator[Wire]:
     """Let the other end of a new connection prove that it holds the key.
 
     `address`: the one that it must have dialled; "" if this host does not know it.
@@ -113,7 +114,14 @@ def accepted(connection: socket.socket, address: str, key: str) -> Wire:
         OSError, HandshakeError: if it does not.
     """
     connection.settimeout(QUIET_S)
-    wire = Wire(connection, connection.makefile("rb"))
+    with connection.makefile("rb") as reader:
+        wire = Wire(connection, reader)
+        _prove(wire, address, key)
+        yield wire
+
+
+def _prove(wire: Wire, address: str, key: str) -> None:
+    connection = wire.socket
     greeting = read_greeting(wire.reader.readline(LONGEST))
     if address and greeting[2] != address:
         raise HandshakeError("dialled another address")
@@ -122,7 +130,6 @@ def accepted(connection: socket.socket, address: str, key: str) -> Wire:
     if not end.is_proved(wire.reader.readline(LONGEST)):
         raise HandshakeError("does not hold the key")
     connection.sendall(WELCOME)
-    return wire
 
 
 def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:

@@ -136,9 +136,15 @@ class Holdings:
                 return name, missing, self.lost[name]
         return None
 
-    def nbytes(self, slot: Slot) -> int:
-        """Return how many bytes a node holds."""
-        return sum(size for held in self._held.get(slot, {}).values() for _, size in held.values())
+    def nbytes(self, slot: Slot, *, only: Slot | None = -1) -> int:
+        """Return how many bytes a node holds; with `only`, of the shards that this other node holds, too."""
+        other = None if only == -1 else self._held.get(-1 if only is None else only, {})
+        return sum(
+            size
+            for name, held in self._held.get(slot, {}).items()
+            for writer, (_, size) in held.items()
+            if other is None or writer in other.get(name, {})
+        )
 
     def _size(self, name: str) -> int:
         sizes = {writer: size for held in self._held.values() for writer, (_, size) in held.get(name, {}).items()}

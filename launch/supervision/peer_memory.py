@@ -8,6 +8,7 @@
 """
 
 import secrets
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ class PeerMemory:
         self._partners: Mapping[Slot, Slot | None] = {}
         self._said: set[str] = set()
         self._answers: dict[Slot, wire.Fetched] = {}
+        self._begun: dict[str, float] = {}  # {checkpoint: when its first shard was reported, monotonic}
 
     # Copying --------------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class PeerMemory:
 
     def _on_kept(self, name: str, attempt: int, slots: Sequence[Slot]) -> int | None:
         found = step_and_attempt(name) or (0, 0)
+        self._begun = {each: at for each, at in self._begun.items() if each == name} or {name: time.monotonic()}
         if found <= (step_and_attempt(self.complete) or (-1, 0)):
             return None
         if not self.holdings.is_safe(name, slots, self._partners):
@@ -119,8 +122,11 @@ class PeerMemory:
         self.holdings.keep_from(name)
         for slot in slots:
             self.run_nodes.send(slot, wire.Complete(attempt, name))
-        most = max(self.holdings.nbytes(slot) for slot in slots)
-        self.log.event("copied", attempt=attempt, step=found[0], checkpoint=name, bytes=most)
+        held = max(self.holdings.nbytes(slot) for slot in slots)
+        sent = max(self.holdings.nbytes(slot, only=self._partners.get(slot)) for slot in slots)
+        seconds = round(time.monotonic() - self._begun.pop(name, time.monotonic()), 3)
+        cost = {"bytes": held, "sent": sent, "seconds": seconds}
+        self.log.event("copied", attempt=attempt, step=found[0], checkpoint=name, **cost)
         return found[0]
 
     # A restart ------------------------------------------------------------------------------------------------------
