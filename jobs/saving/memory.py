@@ -49,6 +49,9 @@ class MemorySaver(Saver[Part]):
         return replace(super()._order(done, losses, snapshot), memory=True)
 
     def _process_message(self, flight: InFlight, message: Mapping[str, Any]) -> None:
+        if message["did"] == "nothing" and message["kind"] == "IncompleteError":  # another rank failed, and reports it
+            self.flight, self.failed = None, flight.order.step
+            return
         super()._process_message(flight, message)
         if message["did"] == "shard":  # every rank waits for the others
             flight.deadline_s += flight.order.wait_s

@@ -34,6 +34,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.node import copy_wire
 from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import ChannelClosed
 from muster.launch.wire.handshake import HandshakeError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -64,6 +65,7 @@ class Copies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._seen: dict[tuple[str, int], bool] = {}  # (checkpoint, shard): it came from another node
 
     # Orders of the supervisor ---------------------------------------------------------------------------------------
@@ -166,7 +168,16 @@ class Copies:
         """Send a message from a thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            asyncio.run_coroutine_threadsafe(_quietly(self.tell(message)), self._loop)
+            self._loop.call_soon_threadsafe(self._send, message)
+
+    def _send(self, message: wire.FromAgent) -> None:
+        task = asyncio.ensure_future(self._tell_quietly(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_quietly(self, message: wire.FromAgent) -> None:
+        with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
+            await self.tell(message)
 
     def _report_kept(self, folder: CheckpointDir, record: ShardRecord) -> None:
         self._report(wire.Kept(self.attempt, folder.name, record.writer, record.writers, record.bytes, record.sha256))
@@ -193,7 +204,7 @@ class Copies:
             if folder.name != self.complete and folder.failed.exists():
                 self._delete(folder)
         for folder in folders:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 for path in folder.path.glob("shard-*.ok"):
                     writer = int(path.stem.removeprefix("shard-"))
                     if (folder.name, writer) not in self._seen and (record := copy_wire.record_of(folder, writer)):
@@ -298,8 +309,3 @@ def delete_leftovers(root: Path) -> None:
         finally:
             os.close(lock)
         shutil.rmtree(path, ignore_errors=True)
-
-
-async def _quietly(work: Awaitable[None]) -> None:
-    with contextlib.suppress(Exception):  # the channel has closed; the agent's main loop notices it, too
-        await work

@@ -12,7 +12,7 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint.names import step_and_attempt
 
-MOST_SETS: Final = 8  # checkpoints that one node may report
+MOST_SETS: Final = 8  # checkpoints that count of one node
 
 Slot = int
 
@@ -81,8 +81,9 @@ class Holdings:
         held = self._held.setdefault(slot, {})
         if step_and_attempt(name) is None or writer >= writers or self._sets.get(name, writers) != writers:
             raise BadCheckpointError(f"reported an invalid shard {writer} of {writers} of {name!r:.80}")
-        if name not in held and len(held) >= MOST_SETS:
-            raise BadCheckpointError(f"reported more than {MOST_SETS} checkpoints in its memory")
+        if name not in held and len(held) >= MOST_SETS:  # it has deleted those of which a copy failed
+            oldest = min(held, key=_key)
+            self._count[oldest] -= len(held.pop(oldest))
         self._sets[name] = writers
         self._count[name] = self._count.get(name, 0) + (writer not in held.get(name, {}))
         held.setdefault(name, {})[writer] = (sha256, nbytes)
@@ -92,6 +93,15 @@ class Holdings:
         for name, shards in self._held.pop(slot, {}).items():
             self._count[name] -= len(shards)
             self.lost.setdefault(name, set()).add(slot)
+
+    def spread(self, name: str, slots: Iterable[Slot]) -> None:
+        """Record that all of these nodes have got every shard of a checkpoint."""
+        shards: dict[int, tuple[str, int]] = {}
+        for held in self._held.values():
+            shards |= held.get(name, {})
+        for slot in slots:
+            for writer, (sha256, nbytes) in shards.items():
+                self.note(slot, name, writer, len(shards), sha256, nbytes)
 
     def keep_from(self, name: str, *, only: bool = False) -> None:
         """Forget the checkpoints before `name`; with `only`, all others."""
@@ -128,13 +138,10 @@ class Holdings:
         holders = self.holders(name, slots).values()
         return all(len(each) > 1 or (len(each) == 1 and of.get(each[0]) is None) for each in holders)
 
-    def unavailable(self, slots: Collection[Slot]) -> tuple[str, list[int], set[Slot]] | None:
-        """Return the newest checkpoint of which shards were lost with nodes, these shards, and the nodes."""
-        for name in sorted(self.lost, key=_key, reverse=True):
-            missing = [writer for writer, each in self.holders(name, slots).items() if not each]
-            if missing:
-                return name, missing, self.lost[name]
-        return None
+    def unavailable(self, name: str, slots: Collection[Slot]) -> tuple[list[int], set[Slot]] | None:
+        """Return the shards of a checkpoint that no node in `slots` has, and the lost nodes; None if there is none."""
+        missing = [writer for writer, each in self.holders(name, slots).items() if not each]
+        return (missing, self.lost.get(name, set())) if missing else None
 
     def nbytes(self, slot: Slot, *, only: Slot | None = -1) -> int:
         """Return how many bytes a node holds; with `only`, of the shards that this other node holds, too."""

@@ -42,6 +42,7 @@ class PeerMemory:
         self._addresses: dict[Slot, str] = {}
         self._ports: dict[Slot, int] = {}
         self._asked: set[Slot] = set()  # nodes that have not answered KeepCopies in this attempt
+        self._since = 0  # the attempt of the last restart
         self._partners: Mapping[Slot, Slot | None] = {}
         self._said: set[str] = set()
         self._answers: dict[Slot, wire.Fetched] = {}
@@ -69,6 +70,8 @@ class PeerMemory:
         match message:
             case wire.Keeping():
                 self._on_keeping(slot, message, attempt, slots)
+            case wire.Kept() if message.name != self.complete and _attempt(message.name) < self._since:
+                return None  # a rank of an earlier attempt wrote it while it was being stopped
             case wire.Kept():
                 self.holdings.note(slot, message.name, message.writer, message.writers, message.sha256, message.bytes)
                 return self._on_kept(message.name, attempt, slots)
@@ -120,7 +123,7 @@ class PeerMemory:
             return None
         self.complete = name
         self.holdings.keep_from(name)
-        for slot in slots:
+        for slot in self.run_nodes.alive():
             self.run_nodes.send(slot, wire.Complete(attempt, name))
         held = max(self.holdings.nbytes(slot) for slot in slots)
         sent = max(self.holdings.nbytes(slot, only=self._partners.get(slot)) for slot in slots)
@@ -171,23 +174,31 @@ class PeerMemory:
             return f"the nodes have different contents of {found.name}"
         return {"checkpoint": found.name, "step": found.step, "sha256": digests.pop(), "memory": True}
 
-    def begin_from(self, name: str, attempt: int) -> None:
-        """Delete all other checkpoints in memory; `name` is "" if the next attempt uses none of them."""
-        self.complete = name
+    def begin_from(self, name: str, attempt: int, slots: Sequence[Slot] = ()) -> None:
+        """Delete all other checkpoints in memory; `name` is "" if the next attempt uses none of them.
+
+        `slots`: the nodes that have fetched it.
+        """
+        self.complete, self._since = name, attempt
+        self.holdings.spread(name, slots)
         for slot in self.run_nodes.alive():
             self.run_nodes.send(slot, wire.Complete(attempt, name, only=True))
         self.holdings.keep_from(name, only=True)
 
     def why_lost(self, after: int) -> str:
-        """Return which newer checkpoint is no longer in memory, and why; "" if there was none."""
-        found = self.holdings.unavailable(self.run_nodes.alive())
-        if found is None or (step_and_attempt(found[0]) or (0, 0))[0] <= after:
+        """Return why the newest checkpoint in memory is lost; "" if it is not, or not newer than step `after`."""
+        found = self.holdings.unavailable(self.complete, self.run_nodes.alive())
+        if found is None or (step_and_attempt(self.complete) or (0, 0))[0] <= after:
             return ""
-        name, writers, slots = found
+        writers, slots = found
         hosts = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(slots))))
-        return f"{name} was in memory, but the shards of {spell_ranks(writers[:8])} were lost with {hosts}"
+        return f"{self.complete} was in memory, but the shards of {spell_ranks(writers[:8])} were lost with {hosts}"
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self.log.tell("warning", text=text)
+
+
+def _attempt(name: str) -> int:
+    return (step_and_attempt(name) or (0, 0))[1]

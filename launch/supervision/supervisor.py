@@ -184,7 +184,7 @@ class Supervisor:
             )
             chosen = self.memory.fetched(found, self.slots)
             if not isinstance(chosen, str):
-                self.memory.begin_from(found.name, number)
+                self.memory.begin_from(found.name, number, self.slots)
                 return chosen
             why = chosen
         if why:

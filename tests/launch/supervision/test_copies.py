@@ -82,11 +82,19 @@ def test_shards_with_different_contents_do_not_count() -> None:
 def test_lost_nodes_are_named_with_the_shards_that_only_they_had() -> None:
     holdings = filled({OLD: {0: [0, 2], 1: [1, 0], 2: [2, 1]}})
     holdings.lose(1)
-    assert holdings.unavailable([0, 2]) is None
+    assert holdings.unavailable(OLD, [0, 2]) is None
     holdings.lose(2)
-    assert holdings.unavailable([0]) == (OLD, [1], {1, 2})
+    assert holdings.unavailable(OLD, [0]) == ([1], {1, 2})
     holdings.keep_from("", only=True)
-    assert holdings.unavailable([0]) is None
+    assert holdings.unavailable(OLD, [0]) is None
+
+
+def test_nodes_that_have_fetched_a_checkpoint_hold_all_of_it() -> None:
+    holdings = filled({OLD: {0: [0, 2], 1: [1, 0]}})
+    holdings.spread(OLD, [0, 2])
+    holdings.lose(1)
+    holdings.lose(0)
+    assert holdings.available([2])[0].holders == {0: [2], 1: [2], 2: [2]}
 
 
 def test_an_older_checkpoint_is_forgotten() -> None:
@@ -103,9 +111,9 @@ def test_an_invalid_report_is_refused(name: str, writer: int, writers: int) -> N
         holdings.note(0, name, writer, writers, "sha", 1)
 
 
-def test_a_node_cannot_report_any_number_of_checkpoints() -> None:
+def test_of_many_incomplete_checkpoints_the_newest_count() -> None:
     holdings = Holdings()
-    for step in range(8):
+    for step in range(20):
         holdings.note(0, f"step-{step:08d}.a000", 0, 1, "sha", 1)
-    with pytest.raises(BadCheckpointError, match="more than 8"):
-        holdings.note(0, NEW, 0, 1, "sha", 1)
+    assert holdings.nbytes(0) == 8
+    assert [each.step for each in holdings.available([0])] == [*range(19, 11, -1)]
