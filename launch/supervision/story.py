@@ -15,13 +15,12 @@ from muster.jobs.basics.reading import UntrustedError
 from muster.launch.plan.plan import Context
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.runrows import LIVING, last_metrics, number
+from muster.launch.records.runrows import IN_MEMORY, LIVING, last_metrics, number
 from muster.launch.records.verdict import RankEnd, Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.run_nodes import NodeState
 
 TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that contain a duration
-IN_MEMORY: Final = " in memory"  # after a checkpoint's name
 SAVED: Final = "saved after step"  # in the message of a drain whose save succeeded
 
 
