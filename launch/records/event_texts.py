@@ -54,6 +54,6 @@ TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "not_in_place": lambda row: f"muster: all ranks restart: {row.get('why')}",
     "slow": _slow,
     "resuming": lambda row: f"continuing from {row.get('checkpoint')}" + " in memory" * (row.get("memory") is True),
-    "not_in_memory": lambda row: f"muster: {row.get('why')}; continuing from the disk",
+    "not_in_memory": lambda row: f"muster: {row.get('why')}; using the newest checkpoint on disk, if there is one",
     "restarting": _restarting,
 }

@@ -133,7 +133,7 @@ def test_two_nodes_with_copies_of_each_other_are_lost_and_the_disk_is_used(tmp_p
     rows = [*read_lines(live.run.attempts)]
     assert not rows[1]["from"].endswith(" in memory")
     assert rows[1]["from_step"] % 20 == 0
-    assert "continuing from the disk" in live.err
+    assert "using the newest checkpoint on disk" in live.err
     assert hashes(live.run.path) == uninterrupted({})
 
 
