@@ -63,6 +63,8 @@ class SaveOrder:
     keep: int
     # The checkpoint that this attempt resumed from, which must not be deleted, however old it is.
     protect: str | None
+    # The folder is in this node's memory. Its agent copies the shard to another node, and nobody commits.
+    memory: bool = False
 
     def text(self) -> str:
         """Encode the order as JSON."""
@@ -123,9 +125,26 @@ class Writer:
                     abandon(folder)
                 raise
         self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))
-        if order.writer == 0:
+        if order.memory:
+            self._await_copies(order, folder)
+        elif order.writer == 0:
             self._commit(order, folder)
         self._say("all", order)
+
+    def _await_copies(self, order: SaveOrder, folder: CheckpointDir) -> None:
+        """Wait until the agent marks the checkpoint as complete on all nodes.
+
+        Raises:
+            StorageError: if it could not be copied.
+            IncompleteError: if the parts of other ranks are missing.
+        """
+        deadline = time.monotonic() + order.wait_s
+        while not folder.complete.exists():
+            if folder.failed.exists():
+                raise StorageError(folder.failed.read_text(encoding="utf-8"))
+            if time.monotonic() >= deadline or self._is_given_up(order.step) or not folder.path.exists():
+                raise IncompleteError(f"{folder.name}: the memory of the nodes does not have all of its parts")
+            time.sleep(POLL_S)
 
     def _commit(self, order: SaveOrder, folder: CheckpointDir) -> None:
         run = RunDir(Path(order.run))

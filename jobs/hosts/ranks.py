@@ -8,6 +8,7 @@ MUSTER_:
     MUSTER_PAGE                      for programs: the page shared with the rank parent (jobs/node/page.py), as fd:inode
     MUSTER_FILES                     a folder for a program's own files, shared by all attempts
     MUSTER_SESSION                   the settings of the job that `muster.session()` needs, as JSON
+    MUSTER_MEMORY                    a folder in memory for copies of the state (jobs/saving/memory.py)
     MUSTER_STOP_FILE                 a file that is written before SIGTERM: the reason to stop, and the deadline
 """
 
@@ -28,6 +29,7 @@ STOP_FILE: Final = "MUSTER_STOP_FILE"
 PAGE: Final = "MUSTER_PAGE"
 FILES: Final = "MUSTER_FILES"
 SESSION: Final = "MUSTER_SESSION"
+MEMORY: Final = "MUSTER_MEMORY"
 
 # The fields of RankEnv with their variables: torchrun's, and Muster's own.
 VARIABLES: Final[Mapping[str, str]] = {
@@ -84,6 +86,7 @@ OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_di
     PAGE,
     FILES,
     SESSION,
+    MEMORY,
 }
 
 

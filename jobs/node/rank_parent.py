@@ -21,6 +21,7 @@ import faulthandler
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from typing import Any, Final, NoReturn
 from muster.jobs.basics import exits
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.reading import Lines
+from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers
 from muster.jobs.node.rank_process import RankProcess
@@ -58,6 +60,7 @@ class RankParent:
         self.store = 0
         self.kill_at: float | None = None
         self.killed = False
+        self.memory: set[str] = set()  # folders in memory that the agent has made for the ranks
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> NoReturn:
@@ -81,6 +84,8 @@ class RankParent:
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self._kill_all()
         self._sweep()
+        for path in self.memory:  # a killed agent could not delete its folder
+            shutil.rmtree(path, ignore_errors=True)
         os._exit(0)
 
     # From the agent -------------------------------------------------------------------------------------------------
@@ -148,6 +153,7 @@ class RankParent:
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
         dead = [] if message.get("joins") else self._adopt(adopted)
+        self.memory |= {start["env"][MEMORY] for start in message["ranks"] if MEMORY in start["env"]}
         rank_parent = os.getpid()
         for start in message["ranks"]:
             if start.get("adopt") is not None:

@@ -16,6 +16,9 @@ class CheckpointDir:
     ok = Each("shard-{:05d}.ok")  # marks the shard of one writer as complete: its size, sha256 and contents
     manifest = At("MANIFEST.json")  # the commit: a checkpoint without it does not exist
     verified = At("VERIFIED.json")  # records that all files were read again after the commit and were correct
+    # only in the memory of a node, written by its agent:
+    complete = At("COMPLETE")  # every node has its part and that of another node
+    failed = At("FAILED")  # a part of this node could not be copied; contains the reason
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ class PlainPolicy:
     every_s: float | Literal["auto"] | None = None  # None or auto: computed from the measured stall and failures
     keep: int = 3  # number of valid checkpoints to keep
     blocking: bool = False  # pause training until a save is committed
+    memory_every_steps: int | None = None  # steps between two copies into the memory of the nodes
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "PlainPolicy":

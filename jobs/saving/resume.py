@@ -13,16 +13,22 @@ from muster.jobs.runfolder.rundir import RunDir
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint to resume from: the name of its folder, its step, and the SHA-256 of its manifest."""
+    """The checkpoint to resume from: the name of its folder, its step, and the SHA-256 of its manifest.
+
+    `memory`: it is in the memory of the nodes (`jobs/saving/memory.py`), not in the run folder.
+    """
 
     checkpoint: str
     step: int
     sha256: str
+    memory: bool = False
 
     @classmethod
     def read(cls, record: Mapping[str, Any] | None) -> "Resume | None":
         """Read the checkpoint to resume from, as given in the payload of the start message."""
-        return None if record is None else cls(record["checkpoint"], record["step"], record["sha256"])
+        if record is None:
+            return None
+        return cls(record["checkpoint"], record["step"], record["sha256"], record.get("memory", False))
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ class Saver(NotSaving, Generic[Part]):
     """A saver of one rank's part of the state, in step with the savers of all other ranks."""
 
     patient = True
+    noun = "a checkpoint"  # what is skipped if the last save has not ended
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class Saver(NotSaving, Generic[Part]):
         if self.world.rank == 0 and self.flight is not None and not self.flight.reported_skip:
             self.flight.reported_skip = True
             text = (
-                f"skipped a checkpoint: the save of step {self.flight.order.step} is still being written "
+                f"skipped {self.noun}: the save of step {self.flight.order.step} is still being written "
                 f"on {spell_ranks(busy[:8])}"
             )
             self.reporter.missed(step=done, missed=0, message=text)

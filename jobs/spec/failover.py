@@ -24,6 +24,12 @@ class CheckpointSettings(Strict):
     )
     keep: Annotated[int, Field(ge=2)] = Field(3, description="number of good checkpoints to keep, at least 2")
     blocking: bool = Field(False, description="pause training until a save is committed")
+    memory_every_steps: Positive | None = Field(
+        None,
+        description="steps between two copies of the state into the memory of the nodes: every node keeps its own part "
+        "and that of another node, from which a restart continues",
+        examples=[10],
+    )
 
     @model_validator(mode="after")
     def _is_one_interval(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.files import expanded
 from muster.jobs.basics.hostnames import check_jump, check_network, check_user
+from muster.jobs.hosts.nodelist import expand
 from muster.jobs.spec import mistakes, yamlfile
 from muster.jobs.spec.job import Variable
 from muster.jobs.spec.passable import Passable
@@ -92,6 +93,12 @@ class Site(Strict):
         description="shell lines, run on each node before a job's own",
         examples=[["module load cuda"]],
     )
+    failure_domains: list[str] = Field(
+        default_factory=list,
+        description="node lists of hosts that fail together, such as those of a rack; a node does not keep the copies "
+        "of another node of its list",
+        examples=[["n[01-16]", "n[17-32]"]],
+    )
     share: Literal["group"] | None = Field(
         None, description="group: members of your Unix group may read your runs; default: only you may"
     )
@@ -103,6 +110,16 @@ class Site(Strict):
             return iface and check_network(iface)
         except UsageError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("failure_domains")
+    @classmethod
+    def _are_node_lists(cls, given: list[str]) -> list[str]:
+        for each in given:
+            try:
+                expand(each)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return given
 
     @field_validator("interpreter", "code")
     @classmethod

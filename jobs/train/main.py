@@ -31,14 +31,15 @@ from muster.jobs.node import orders
 from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.memory import MemorySaver, SavesTwice, memory_run
+from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
-from muster.jobs.saving.saver import Saver, Target
+from muster.jobs.saving.saver import NotSaving, Saver, Target
 from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.spec.recorded import records
-from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import Data, open_data, require_batch
@@ -239,7 +240,8 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
         kept = kept_of(trainer.settings, data, trainer.plan)
         if start.resume is not None:
             first, replay = load_state(start, start.resume, trainer, kept, reporter)
-        if job.checkpoint is not None and (first < trainer.steps or start.in_place is not None):
+        unsaved = start.in_place is not None or (start.resume is not None and start.resume.memory)
+        if job.checkpoint is not None and (first < trainer.steps or unsaved):
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter, living)
     living.begin(trainer, first, reporter)
     of_run = (start.run.metrics, folder.timeline, events, start.run.epochs) if world.rank == 0 else (None,)
@@ -288,15 +290,17 @@ def load_state(
 ) -> tuple[int, Replay | None]:
     """Load a checkpoint into the trainer; return its step, and on rank 0 the audit of repeated steps."""
     moved = move(trainer.own_steps()[resume.step], trainer.world.device, trainer.dtype)
-    loaded = restore(start.run, resume, trainer.engine, trainer.world, kept, moved.shards)
+    place = (memory_run() if resume.memory else None) or start.run
+    loaded = restore(place, resume, trainer.engine, trainer.world, kept, moved.shards)
     if trainer.world.rank != 0:
         return loaded.step, None
     reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
     left = "" if loaded.step < trainer.steps else ": no steps are left"
     for path in code.changed(loaded.code, code.files_of(Path.cwd())):
         print(f"{path} has changed since {loaded.checkpoint} was saved; training continues with the current version")
-    place = f"step {loaded.step} of {trainer.steps}"
-    print(f"continues from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
+    step = f"step {loaded.step} of {trainer.steps}"
+    source = f"{loaded.checkpoint} in the memory of the nodes" if resume.memory else loaded.checkpoint
+    print(f"continues from {source}, {step}, read in {loaded.seconds:.2f} s{left}", flush=True)
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
 
 
@@ -336,10 +340,11 @@ def build_saver(
     kept: Mapping[str, Any],
     reporter: Reporter,
     living: LivingState,
-) -> Saver[TensorPart]:
+) -> NotSaving:
     """Build the saver of this rank's part of the trainer's state."""
-    began_from = start.resume.checkpoint if start.resume is not None else None
-    parent = start.in_place.parent if start.in_place is not None else began_from
+    origin = start.resume.checkpoint if start.resume is not None else None
+    parent = start.in_place.parent if start.in_place is not None else origin
+    began_from = None if start.resume is not None and start.resume.memory else origin  # must be on disk
     own_code = living.own_code if trainer.world.rank == 0 else {}
 
     def describe(done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
@@ -360,7 +365,18 @@ def build_saver(
     schedule = SaveSchedule(settings, first, elapsed_s=elapsed_s, failures=failures)
     target = Target(start.run, start.attempt, began_from, first, parent)
     room = partial(MemorySnapshot, device=trainer.world.device)
-    return Saver(target, settings, trainer.engine.held_state, room, trainer.world, schedule, describe, reporter)
+    common = (describe, reporter)
+    held, world = trainer.engine.held_state, trainer.world
+    saver = Saver(target, settings, held, room, world, schedule, *common)
+    if settings.memory_every_steps is None:
+        return saver
+    memory, often = memory_run(), PlainPolicy(every_steps=settings.memory_every_steps)
+    if memory is None:
+        if world.rank == 0:
+            print("checkpoint.memory_every_steps has no effect, because no agent of Muster started the ranks")
+        return saver
+    target = replace(target, run=memory, began_from=None)
+    return SavesTwice(saver, MemorySaver(target, often, held, room, world, SaveSchedule(often, first), *common))
 
 
 def describe(job: "Job", data: Data, world: World) -> str:

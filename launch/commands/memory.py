@@ -134,11 +134,13 @@ def _of_run(args: argparse.Namespace) -> int:
     shown = [
         (each, memories.formula_of(folder, each, own)) for each in (every if args.json and not args.rank else chosen)
     ]
+    copies = memories.MemoryCopies.read(folder)
     if args.json:
         ranks = [{**each.to_json(), "rows": memory_view.records(each, formula)} for each, formula in shown]
-        print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": ranks}))
+        copied = {} if copies is None else {"copies": copies.to_json()}
+        print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": ranks, **copied}))
         return 0
-    print(memory_view.render(folder.run_id, attempt, shown, len(every), why))
+    print(memory_view.render(folder.run_id, attempt, shown, len(every), why, copies))
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_ATTEMPTS, real, typed_lines
-from muster.launch.records.runrows import LIVING, first_and_last_step
+from muster.launch.records.runrows import IN_MEMORY, LIVING, first_and_last_step
 from muster.launch.records.runstate import RunState
 from muster.launch.records.verdict import RankEnd
 
@@ -214,14 +214,16 @@ def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
     """Build the record of an attempt that has no row in attempts.jsonl."""
     _, newest = first_and_last_step(run, attempt)
     from_step = told.regrouped.get("step") or told.resuming.get("step") or 0
-    saved = told.saved.get("step")
+    saved, origin = told.saved.get("step"), told.resuming.get("checkpoint")
+    if origin and told.resuming.get("memory") is True:
+        origin += IN_MEMORY
     last = max((step for step in (newest.get("step"), saved) if step is not None), default=None)
     return AttemptRecord(
         attempt=attempt,
         started=told.row.get("time"),
         world_size=told.row.get("world_size"),
         hosts=tuple(told.row.get("hosts", ())),
-        origin=LIVING if told.regrouped else told.resuming.get("checkpoint"),
+        origin=LIVING if told.regrouped else origin,
         from_step=from_step,
         last_step=last,
         saved_step=saved,

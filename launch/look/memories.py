@@ -17,7 +17,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch.common.fields import number, typed
+from muster.launch.common.fields import number, real, typed
 from muster.launch.look.attempts import newest_with
 
 if TYPE_CHECKING:
@@ -61,6 +61,35 @@ class RankMemory:
         """Return the record for --json."""
         own = {"held": dict(self.held), "rest": self.rest, "peaks": dict(self.peaks), "used": self.used}
         return {**self.facts, **own, "reserved": self.reserved, "graphs": self.graphs, "steps": self.steps}
+
+
+@dataclass(frozen=True)
+class MemoryCopies:
+    """The newest copy of the state in the memory of the nodes: its step, and the bytes of the fullest node.
+
+    `held`: with its own part and that of another node. `sent`: over the network, which took `seconds`.
+    """
+
+    step: int
+    held: int
+    sent: int
+    seconds: float
+
+    @classmethod
+    def read(cls, run: RunDir) -> "MemoryCopies | None":
+        """Read the newest copy from the untrusted events of a run; None if there is none."""
+        found = None
+        for row in read_lines(run.events):
+            if row.get("event") == "copied":
+                numbers = [number(row.get(name), least=0) for name in ("step", "bytes", "sent")]
+                seconds = real(row.get("seconds"))
+                if None not in numbers and seconds is not None:
+                    found = cls(*numbers, seconds)  # type: ignore[arg-type]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json."""
+        return vars(self)
 
 
 def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemory]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.memory_rows import KINDS
 from muster.launch.common import screen
-from muster.launch.look.memories import RankMemory
+from muster.launch.look.memories import MemoryCopies, RankMemory
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.memory import PeakMemory
@@ -50,7 +50,12 @@ def records(memory: RankMemory, formula: "PeakMemory | None") -> list[dict[str, 
 
 
 def render(
-    run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "PeakMemory | None"]], ranks: int, why: str = ""
+    run_id: str,
+    attempt: int,
+    shown: Sequence[tuple[RankMemory, "PeakMemory | None"]],
+    ranks: int,
+    why: str = "",
+    copies: MemoryCopies | None = None,
 ) -> str:
     """Format the memory of the `shown` ranks, out of `ranks`. `why` is the reason for a missing formula."""
     from muster.collectives_bench.cost.memory import masters_alone_text
@@ -74,7 +79,22 @@ def render(
     if any(formula is None for _, formula in shown):
         reason = why or "the job file of this run cannot be read"
         lines.append(f"the formula's memory is unknown: {reason}")
+    if copies is not None:
+        lines.append(copies_text(copies))
     return "\n".join(lines)
+
+
+def copies_text(copies: MemoryCopies) -> str:
+    """Describe what checkpoints in memory cost a node."""
+    from muster.collectives_bench.sizes import size_text
+
+    held, sent = copies.held, copies.sent
+    rate = f", {sent / copies.seconds / 1e6:.0f} MB/s" if sent and copies.seconds else ""
+    return (
+        f"copies of the state in a node's memory, besides that of its ranks: {size_text(held) if held else 0}, and "
+        f"{size_text(2 * held) if held else 0} while the next copy is made; the copy of step {copies.step} took "
+        f"{copies.seconds:.2f} s, in which a node sent {size_text(sent) if sent else 0}{rate}"
+    )
 
 
 def cells(shown: Sequence[tuple[RankMemory, "PeakMemory | None"]]) -> Iterator[list[object]]:

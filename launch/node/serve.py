@@ -25,6 +25,7 @@ from muster.launch.common import storage
 from muster.launch.common.lateness import OwnLateness
 from muster.launch.node import setup_lines
 from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone
+from muster.launch.node.copies import Copies
 from muster.launch.node.rank_parent_link import RankParentLink
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
@@ -55,6 +56,7 @@ class Agent:
         self.set_up: list[str] | None = None  # the setup lines that have already run
         self.changed: setup_lines.Changes = {}  # the changes that these lines made to the environment
         self.tasks: set[asyncio.Task[None]] = set()
+        self.copies = Copies(channel.send)
 
     async def run(self) -> int:
         """Serve until the supervisor sends Bye, the lease expires or the channel closes; return the run's exit code."""
@@ -71,6 +73,7 @@ class Agent:
         except ChannelClosed:
             pass  # the supervisor has ended; clean up as after Bye
         self.attempt.abandon()
+        self.copies.close()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -104,6 +107,14 @@ class Agent:
                 self._spawn(self.attempt.dump(self.rank_parent))
             case wire.Dump():
                 await self.channel.send(wire.Stacks(message.attempt, ()))
+            case wire.KeepCopies():
+                await self.copies.keep(message)
+            case wire.CopyTo():
+                self.copies.copy_to(message)
+            case wire.Complete():
+                await asyncio.to_thread(self.copies.mark, message)
+            case wire.Fetch():
+                self._spawn(self.copies.fetch(message))
 
     def _on_term(self) -> None:
         """Report SIGTERM, which usually means that a scheduler ends the job, so that the whole run stops cleanly."""
@@ -224,7 +235,9 @@ class Agent:
 
     async def _order_start(self, attempt: NodeAttempt, message: wire.Start) -> None:
         changed = self.changed if message.setup else {}
-        ranks = [setup_lines.with_changes(start, changed) for start in message.ranks]
+        own = self.copies.environment()
+        starts = [{**start, "env": {**start["env"], **own}} for start in message.ranks]
+        ranks = [setup_lines.with_changes(start, changed) for start in starts]
         order = {"do": "start", "attempt": attempt.number, "joins": message.joins, "ranks": ranks}
         await self.rank_parent.order(order)
 

@@ -53,6 +53,7 @@ TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "hang": _hang,
     "not_in_place": lambda row: f"muster: all ranks restart: {row.get('why')}",
     "slow": _slow,
-    "resuming": lambda row: f"continuing from {row.get('checkpoint')}",
+    "resuming": lambda row: f"continuing from {row.get('checkpoint')}" + " in memory" * (row.get("memory") is True),
+    "not_in_memory": lambda row: f"muster: {row.get('why')}; using the newest checkpoint on disk, if there is one",
     "restarting": _restarting,
 }

@@ -17,6 +17,7 @@ from muster.launch.records.verdict import RankEnd
 TAIL_BYTES: Final = 1 << 17  # about 300 steps
 WARM_UP_STEPS: Final = 5
 LIVING: Final = "living ranks"  # the origin of an attempt in place, instead of a checkpoint's name
+IN_MEMORY: Final = " in memory"  # after the name of a checkpoint that is in the memory of the nodes
 MOST_WARNINGS: Final = 1000
 TOLD: Final = frozenset(
     {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session", "slow"}

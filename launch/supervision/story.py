@@ -15,7 +15,7 @@ from muster.jobs.basics.reading import UntrustedError
 from muster.launch.plan.plan import Context
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.runrows import LIVING, last_metrics, number
+from muster.launch.records.runrows import IN_MEMORY, LIVING, last_metrics, number
 from muster.launch.records.verdict import RankEnd, Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.run_nodes import NodeState
@@ -35,10 +35,12 @@ class Story:
         chosen = context.options.get("resume") or context.options.get("in_place") or {}
         self.origin: str | None = chosen.get("checkpoint")
         self.origin_step: int = chosen.get("step", 0)
+        self.from_memory = bool(chosen.get("memory"))  # the origin is in the nodes' memory, not on the disk
         self.first_step: int | None = None
         self.saved_step: int | None = None
         self.regrouped: int | None = None  # the steps of the state with which living ranks continued
         self.saved: str | None = None  # the newest checkpoint of this attempt
+        self.copied_step: int | None = None  # the newest state of this attempt that is complete in the nodes' memory
         self.has_session = False  # the program has opened a session
         self.failed_at: float | None = None  # Unix seconds, on the supervisor's clock
         self.failed_step: int | None = None
@@ -48,7 +50,7 @@ class Story:
     @property
     def has_checkpoint(self) -> bool:
         """True when the run has a checkpoint to resume from."""
-        return self.saved_step is not None or self.origin is not None
+        return self.saved_step is not None or (self.origin is not None and not self.from_memory)
 
     def session_opened(self) -> None:
         """Record that the program has opened a session, so that it reports progress, saves and can be drained."""
@@ -102,11 +104,19 @@ class Story:
         return {"checkpoint": self.saved, "step": self.saved_step}
 
     def row(
-        self, nodes: list[NodeState], verdict: Verdict, following: str, over: float, *, in_place: bool = False
+        self,
+        nodes: list[NodeState],
+        verdict: Verdict,
+        following: str,
+        over: float,
+        *,
+        in_place: bool = False,
+        in_memory: int = 0,
     ) -> dict[str, Any]:
         """Return the attempt's row without the verdict's record. `over`: when its last rank ended (Unix seconds).
 
-        `in_place`: ranks continue in the next attempt, so that no completed step is lost.
+        `in_place`: ranks continue in the next attempt, so that no completed step is lost. `in_memory`: the step of the
+        newest checkpoint in the memory of the living nodes.
         """
         times = dict(self.times)
         if self.decided_at is not None:
@@ -114,14 +124,16 @@ class Story:
                 times["detect_s"] = round(max(0.0, self.decided_at - self.failed_at), 3)
             times["stop_s"] = round(max(0.0, over - self.decided_at), 3)
         last = self.last_step(nodes)
-        kept = self.saved_step if self.saved_step is not None else self.origin_step
+        kept = self.saved_step if self.saved_step is not None else 0 if self.from_memory else self.origin_step
+        kept = max(kept, in_memory)
+        origin = f"{self.origin}{IN_MEMORY}" if self.from_memory else self.origin
         settings = self.context.job.settings
         return {
             "cause": verdict.message,
             "mode": getattr(settings, "mode_name", None),
             "world_size": self.context.placement.world_size,
             "hosts": [node.host for node in self.context.placement.nodes],
-            "from": self.origin if self.regrouped is None else LIVING,
+            "from": origin if self.regrouped is None else LIVING,
             "from_step": self.origin_step if self.regrouped is None else self.regrouped,
             "last_step": last,
             "saved_step": self.saved_step,

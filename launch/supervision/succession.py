@@ -73,7 +73,7 @@ class Succession:
             verdict,
             blame,
             story.last_step(attempt.roster.nodes),
-            committed=story.saved_step is not None or (stayed and story.first_step is not None),
+            committed=not (story.saved_step is story.copied_step is None) or (stayed and story.first_step is not None),
             outage=outage,
             grown=attempt.growing and attempt.stop is attempt.draining,
             unproven=bool(attempt.context.adopted) and story.first_step is None,

@@ -25,7 +25,7 @@ from muster.launch.records.lease import Lease
 from muster.launch.records.progress_file import ProgressFile
 from muster.launch.records.verdict import RankEnd, Stop, Verdict, judge
 from muster.launch.supervision import resumption
-from muster.launch.supervision.attempt import Attempt, Send
+from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.in_place import Regrouping
 from muster.launch.supervision.inbox import (
@@ -41,6 +41,7 @@ from muster.launch.supervision.inbox import (
     Tick,
     requested,
 )
+from muster.launch.supervision.peer_memory import OF_MEMORY, PeerMemory
 from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
@@ -48,7 +49,7 @@ from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
-from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
+from muster.launch.wire.messages import Heartbeat, Hello, Reached, Start, StopRanks, ToAgent
 from muster.slurm.notice import Notice
 
 GC_AFTER: Final = 50_000  # new objects
@@ -85,6 +86,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         saves = context.entry is not None and resumption.saves(context)
         self.succession = Succession(context.job, self.run_nodes, saves=saves)
+        self.memory = PeerMemory(context, self.run_nodes, self.log)
         self.reserve = Reserve(self.run_nodes, transport, self.inbox, remote=context.remote)
         self.stop: Stop | None = None  # the newest request to stop the run
         self.request: float | None = None  # the time of the newest `muster stop`
@@ -153,14 +155,41 @@ class Supervisor:
         work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
         work.add_done_callback(lambda _: self.inbox.put(CheckpointChosen()))
         await self._pump(work.done)
+        refused = None
         try:
             self.context = await work
         except MusterError as error:
-            self.log.attempt_ended(self.context.attempt, verdict := Verdict(error.exit_code, str(error)), time.time())
-            return verdict
-        if chosen := self.context.options.get("resume"):
-            named = {"checkpoint": chosen["checkpoint"], "step": chosen["step"]}
+            refused = Verdict(error.exit_code, str(error))
+        on_disk = None if refused is not None else self.context.options.get("resume")
+        chosen = await self._load_from_memory(on_disk["step"] if on_disk else 0) or on_disk
+        if chosen is None and refused is not None:
+            self.log.attempt_ended(self.context.attempt, refused, time.time())
+            return refused
+        if chosen is not None:
+            self.context = replace(self.context, options={**self.context.options, "saving": True, "resume": chosen})
+            named = {name: chosen[name] for name in ("checkpoint", "step", "memory") if name in chosen}
             self.log.tell("resuming", attempt=self.context.attempt, **named)
+        return None
+
+    async def _load_from_memory(self, after: int) -> dict[str, Any] | None:
+        """Choose a checkpoint newer than step `after` in the memory of the nodes, and have all nodes get it."""
+        if not self.memory.is_on or self.attempt is None:
+            return None
+        number, why = self.context.attempt, self.memory.why_lost(after)
+        for found in self.memory.candidates(after):
+            limit_s = self.memory.fetch(found, number, self.slots)
+            until = time.monotonic() + limit_s + self.job.start_timeout_s
+            await self._pump(
+                lambda: self.memory.is_fetched(self.slots) or self.stop is not None or time.monotonic() > until  # noqa: B023
+            )
+            chosen = self.memory.fetched(found, self.slots)
+            if not isinstance(chosen, str):
+                self.memory.begin_from(found.name, number, self.slots)
+                return chosen
+            why = chosen
+        if why:
+            self.log.tell("not_in_memory", attempt=number, why=why)
+        self.memory.begin_from("", number)
         return None
 
     def _new_attempt(self) -> None:
@@ -172,7 +201,12 @@ class Supervisor:
                 node.reached = None
         self.reserve.turn()
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
-        send: Send = lambda rank, message: self.run_nodes.send(self.slots[rank], message)  # noqa: E731
+
+        def send(rank: int, message: ToAgent) -> None:
+            if isinstance(message, Start):
+                self.memory.before_start(self.slots[rank], self._current.startup.context)
+            self.run_nodes.send(self.slots[rank], message)
+
         ask = None if self.own_job is None else self._ask
         before = self.attempt
         stays: Callable[[RankEnd], Regrouping | str] = lambda ending: self.succession.stays(  # noqa: E731
@@ -205,7 +239,9 @@ class Supervisor:
             on = f"{counted(attempt.regrouping.world_size, 'rank')}, in place" if attempt.regrouping else ""
             following = f"attempt {attempt.number + 1} on {on or counted(len(choice.slots), 'node')}"
         in_place = choice is not None and attempt.regrouping is not None
-        row = attempt.story.row(attempt.roster.nodes, verdict, following, over, in_place=in_place)
+        in_memory = self.memory.newest_step() if choice is not None else 0
+        story, nodes = attempt.story, attempt.roster.nodes
+        row = story.row(nodes, verdict, following, over, in_place=in_place, in_memory=in_memory)
         self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
         if choice is not None:
             self.succession.announce(
@@ -325,6 +361,10 @@ class Supervisor:
             return  # the message is from an agent that was given up
         if isinstance(message, Heartbeat):
             self.run_nodes.nodes[slot].beat(message, heard.received, self.context.attempt)
+        elif isinstance(message, OF_MEMORY):
+            step = self.memory.take(slot, message, self.context.attempt, self.slots)
+            if step is not None and attempt is not None:
+                attempt.story.copied_step = step
         elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
             attempt.take(self.rank_of[slot], message)
         elif attempt is not None and isinstance(message, Reached) and message.attempt == attempt.number:
@@ -359,6 +399,7 @@ class Supervisor:
             self._lost(gone.slot, gone.why)
 
     def _lost(self, slot: int, why: str, ago_s: float = 0.0) -> None:
+        self.memory.lose(slot)
         if self.attempt is not None and slot in self.rank_of:
             self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE, ago_s)
 

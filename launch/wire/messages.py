@@ -203,9 +203,41 @@ class Ready:
     pid: Pid
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """The answer to a KeepCopies: the port at which other nodes reach this node's memory, or `why` there is none."""
+
+    attempt: Attempt
+    port: Annotated[int, Bound(0, 65_535)]
+    why: Text = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The shard of a rank is in this node's memory. `name`: of the checkpoint; `writers`: how many shards it has."""
+
+    attempt: Attempt
+    name: Name
+    writer: Rank
+    writers: Annotated[int, Bound(1, 1 << 20)]
+    bytes: Count
+    sha256: Name
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The answer to a Fetch: the SHA-256 of the manifest, or `why` this node does not have the checkpoint."""
+
+    attempt: Attempt
+    name: Name
+    sha256: Name
+    bytes: Count = 0  # received from other nodes
+    why: Text = ""
+
+
 FromAgent = (
     Hello | Heartbeat | Inspected | Prepared | Reached | Started | Report | Exited | Held | Stacks | Swept | Log | File
-    | Terminated | Broken | Ready
+    | Terminated | Broken | Ready | Keeping | Kept | Fetched
 )  # fmt: skip
 FROM_AGENT: Final = table(*get_args(FromAgent))
 
@@ -316,11 +348,53 @@ class StopRanks:
 
 
 @dataclass(frozen=True)
+class KeepCopies:
+    """An order to keep checkpoints in memory, reachable at the address `bind` with the key `secret`."""
+
+    attempt: Attempt
+    secret: Name
+    bind: Name
+
+
+@dataclass(frozen=True)
+class CopyTo:
+    """The node that keeps copies of this node's shards; `address` is "" if there is none."""
+
+    attempt: Attempt
+    node: Name
+    address: Name
+    port: Annotated[int, Bound(0, 65_535)]
+
+
+@dataclass(frozen=True)
+class Complete:
+    """All nodes have their parts of a checkpoint in memory, so older ones are deleted; with `only`, all others."""
+
+    attempt: Attempt
+    name: Name
+    only: bool = False
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """An order to get all shards of a checkpoint. `sources`: (rank, address, port) of nodes that have its shard."""
+
+    attempt: Attempt
+    name: Name
+    secret: Name
+    writers: Annotated[int, Bound(1, 1 << 20)]
+    sources: Annotated[tuple[tuple[Rank, Name, Port], ...], Bound(most=1 << 20)]
+
+
+@dataclass(frozen=True)
 class Bye:
     """The run is over, with this exit code."""
 
     code: ExitCode
 
 
-ToAgent = Beat | Inspect | Prepare | Reach | Start | Hold | StopAt | Dump | StopRanks | Bye
+ToAgent = (
+    Beat | Inspect | Prepare | Reach | Start | Hold | StopAt | Dump | StopRanks | KeepCopies | CopyTo | Complete | Fetch
+    | Bye
+)  # fmt: skip
 TO_AGENT: Final = table(*get_args(ToAgent))

@@ -74,6 +74,13 @@ def test_runs_are_shared_with_the_group_or_with_nobody(tmp_path: Path) -> None:
         load_site(str(path))
 
 
+def test_failure_domains_are_node_lists(tmp_path: Path) -> None:
+    path = _write(tmp_path / "site.yaml", 'failure_domains: ["n[1-2]", n3]\n')
+    assert load_site(str(path)).failure_domains == ["n[1-2]", "n3"]
+    with pytest.raises(JobFileError, match=r"failure_domains"):
+        load_site(str(_write(path, 'failure_domains: ["n[1-"]\n')))
+
+
 def test_a_file_of_comments_alone_is_a_site(tmp_path: Path) -> None:
     assert load_site(str(_write(tmp_path / "site.yaml", "# nothing yet\n")), {}) == Site()
 

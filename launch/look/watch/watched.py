@@ -172,6 +172,9 @@ class RunReader:
             left_s = max(0, state.steps - step) * pace_s
         shares = [each.communication for each in ranks if each.communication is not None]
         kept = state.checkpoint.step if state.checkpoint is not None else 0
+        copied = self._rows.told.get("copied", {})
+        if copied.get("attempt") == state.attempt:  # a copy of an earlier attempt may be lost
+            kept = max(kept, copied.get("step", 0))
         return WatchedRun(
             state=state,
             why=self._why(state),

@@ -231,3 +231,21 @@ def test_a_node_with_a_folder_of_its_own_sends_it_home(run, tmp_path):
     for piece in Courier(run, run.attempt(0), 1, [2, 3]).news():
         keep(home, files_of(home, home.attempt(0), 1, [2, 3]), piece)
     assert home.attempt(0).memory(2).read_bytes() == run.attempt(0).memory(2).read_bytes()
+
+
+def test_copies_in_the_memory_of_nodes_are_shown_with_their_cost(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(run, 0)
+    assert "copies of the state" not in shown(run, capsys)
+    rows = [
+        {"event": "copied", "step": 10, "bytes": 1, "sent": 1, "seconds": 1.0},
+        {"event": "copied", "step": 20, "bytes": 300 * MB, "sent": 150 * MB, "seconds": 2.0},
+        {"event": "copied", "step": "30", "bytes": -1, "sent": [], "seconds": None},  # damaged
+    ]
+    append_lines(run.events, rows)
+    text = shown(run, capsys)
+    assert "300 MB, and 600 MB while the next copy is made; the copy of step 20 took 2.00 s" in text
+    assert "in which a node sent 150 MB, 79 MB/s" in text
+    record = json.loads(shown(run, capsys, "--json"))
+    assert record["copies"] == {"step": 20, "held": 300 * MB, "sent": 150 * MB, "seconds": 2.0}

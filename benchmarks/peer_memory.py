@@ -1,0 +1,130 @@
+"""Checkpoints in the memory of other nodes, in a box of four nodes at 1 Gbit/s: a GPT of 57 M parameters in zero3.
+
+    cost   seconds of a step with a copy of the state every EVERY steps, over those without, in turns. All saves on disk
+           are EVERY_DISK steps apart, so no run makes one. Both sides use the same cores, and so do the copies
+    loss   steps lost after node 2 lost its power after step KILL, with the disk checkpoint every 200 steps
+
+    sudo .venv/bin/python benchmarks/peer_memory.py cost|loss [--box NAME] [--steps 40] [--repeats 1] [--mode zero3]
+
+Reach: cost <= 1.03; loss <= 10 steps.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from faults.bench import in_box
+from faults.live import Live, start, wait_for
+from harness import Options, finish, ratio_of, spread, turns
+
+from muster.cloudlab.box.control import Box
+from muster.jobs.basics.files import read_lines
+
+NODES, EVERY, EVERY_DISK, KILL = 4, 10, 200, 25
+REACH, REACH_STEPS = 1.03, 10
+LIMIT_S = 300
+SMALL = {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 2, "context": 64}
+LARGE = {"d_model": 768, "d_ff": 3072, "layers": 8, "heads": 12, "context": 64}  # 57 M parameters
+
+
+def job(mode: str, steps: int, *, copies: bool, model: dict[str, Any], batch_size: int) -> str:
+    """Return a job: JSON is YAML."""
+    train = {
+        "model": model,
+        "data": "synthetic",
+        "mode": mode,
+        "batch_size": batch_size,
+        "steps": steps,
+        "log_every": 1,
+        "evaluate": False,
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+    }
+    checkpoint = {"every_steps": EVERY_DISK, **({"memory_every_steps": EVERY} if copies else {})}
+    restart = {"min_nodes": NODES - 1, "backoff": 0.0}
+    return json.dumps(
+        {"name": "copies", "nodes": NODES, "threads_per_rank": 1, "train": train}
+        | {"checkpoint": checkpoint, "restart": restart}
+    )
+
+
+def step_s(args: Any, folder: Path, *, copies: bool) -> float:
+    """Train, stop after the steps, and return the mean seconds of a step after the first EVERY + 1."""
+    live = start(folder / f"{len([*folder.iterdir()])}", job(args.mode, 10_000, copies=copies, model=LARGE,
+                 batch_size=args.batch), *in_box(args.box))  # fmt: skip
+    try:
+        wait_for("the steps", lambda: last_step(live) >= args.steps, LIMIT_S)
+    finally:
+        stop(live)
+    rows = [row for row in read_lines(live.run.metrics) if EVERY + 1 <= row["step"] <= args.steps]
+    seconds = (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
+    median = statistics.median(row["step_s"] for row in rows)
+    copied = [row["step"] for row in read_lines(live.run.events) if row["event"] == "copied"]
+    print(f"{'with' if copies else 'without'} copies: {seconds:.3f} s a step (median {median:.3f}); copied {copied}")
+    return seconds
+
+
+def last_step(live: Live) -> int:
+    """Return the last logged step."""
+    return max((row["step"] for row in read_lines(live.run.metrics)), default=0)
+
+
+def stop(live: Live) -> None:
+    """End a run at once, without a save."""
+    argv = [sys.executable, "-m", "muster", "stop", live.run.run_id, "--runs", str(live.root), "--now"]
+    subprocess.run(argv, check=False, capture_output=True)
+    live.process.wait(timeout=60)
+
+
+def cost(args: Any, folder: Path) -> dict[str, Any]:
+    """Compare steps with and without copies, in turns."""
+    sides = {name: partial(step_s, args, folder, copies=name == "with") for name in ("with", "without")}
+    found = turns(sides, args.repeats)
+    row = ratio_of(found["with"], found["without"])
+    print(f"a step with copies / without: {spread(row)}; reach <= {REACH}")
+    return row | {"name": "cost", "mode": args.mode, "reach": REACH, "reached": row["ratio"] <= REACH, "runs": found}
+
+
+def loss(args: Any, folder: Path) -> dict[str, Any]:
+    """Cut the power of a node, and count the steps that are repeated."""
+    live = start(folder / "loss", job(args.mode, 10_000, copies=True, model=SMALL, batch_size=16), *in_box(args.box))
+    box = Box(args.box)
+    try:
+        wait_for("the steps", lambda: last_step(live) >= KILL, LIMIT_S)
+        box.fail("node2", "power")
+        wait_for("the next attempt", lambda: any(r["event"] == "loaded" for r in read_lines(live.run.events)), 60)
+        wait_for("its first step", lambda: any(r["event"] == "first_step" and r["attempt"] == 1
+                 for r in read_lines(live.run.events)), 60)  # fmt: skip
+    finally:
+        stop(live)
+        box.heal("node2")
+    first, *_ = read_lines(live.run.attempts)
+    (loaded,) = [row for row in read_lines(live.run.events) if row["event"] == "loaded"][:1]
+    (resuming,) = [row for row in read_lines(live.run.events) if row["event"] == "resuming"][:1]
+    lost = first["last_step"] - loaded["step"]
+    print(
+        f"lost {lost} of {first['last_step']} steps; memory: {resuming.get('memory')}; loaded in {loaded['seconds']} s"
+    )
+    return {"name": "loss", "lost": lost, "reach": REACH_STEPS, "reached": lost <= REACH_STEPS, "row": first}
+
+
+def main() -> int:
+    """Measure one row."""
+    parser = Options(__doc__, repeats=1)
+    parser.add_argument("what", choices=("cost", "loss"))
+    parser.add_argument("--box", default="memory", help="the name of a box that is up")
+    parser.add_argument("--mode", default="zero3")
+    parser.add_argument("--steps", type=int, default=4 * EVERY + 1)
+    parser.add_argument("--batch", type=int, default=16)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="peer-memory-") as folder:
+        row = {"cost": cost, "loss": loss}[args.what](args, Path(folder))
+    return finish(args, f"peer memory, {args.what}", [row])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

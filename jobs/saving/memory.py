@@ -1,0 +1,113 @@
+"""Save the state into the memory of the nodes, often, beside the checkpoints on disk.
+
+    rank      copy ─► writer: shard-00002, .ok in a folder in memory ───────────────► "all"    the next one may begin
+    agent                       └► copy to another node ─► all nodes have theirs ─► COMPLETE, delete the older one
+
+The folder has the form of `checkpoints/` in a run folder, with the shards of this node's ranks and of another node's.
+Its owner is the agent of the node (`launch/node/copies.py`), so it outlives the ranks. Nobody writes a manifest until a
+restart needs the checkpoint. A failed copy costs nothing but that copy.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from muster.jobs.checkpoint.writer import SaveOrder
+from muster.jobs.hosts import ranks
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.saver import InFlight, NotSaving, Part, Room, Saver
+
+NOTES: Final = 4  # values that a `Saver` shares at a log point
+
+
+def memory_run() -> RunDir | None:
+    """Return the folder in this node's memory; None if its agent keeps none."""
+    path = os.environ.get(ranks.MEMORY)
+    return RunDir(Path(path)) if path else None
+
+
+class MemorySaver(Saver[Part]):
+    """A saver whose target is the folder in memory. It never ends the training, and is not waited for."""
+
+    noun = "a copy in memory"
+
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Do nothing: the save on disk, which the caller wants, is newer than any copy."""
+
+    def settle(self) -> None:
+        """Stop saving on this rank."""
+        self.close()
+
+    def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Stop saving. The state after the last step is saved on disk."""
+        self.close()
+
+    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Room[Part]) -> SaveOrder:
+        return replace(super()._order(done, losses, snapshot), memory=True)
+
+    def _process_message(self, flight: InFlight, message: Mapping[str, Any]) -> None:
+        if message["did"] == "nothing" and message["kind"] == "IncompleteError":  # another rank failed, and reports it
+            self.flight, self.failed = None, flight.order.step
+            return
+        super()._process_message(flight, message)
+        if message["did"] == "shard":  # every rank waits for the others
+            flight.deadline_s += flight.order.wait_s
+
+    def _miss(self, flight: InFlight, message: str) -> None:
+        """Report the first of several failed copies in a row."""
+        self.flight, self.failed = None, flight.order.step
+        self.missed += 1
+        if self.missed == 1:
+            with suppress(OSError):
+                print(f"muster: step {self.failed} was not copied into memory: {message}", flush=True)
+            self.reporter.missed(step=self.failed, missed=0, message=f"a copy in memory has failed: {message}")
+
+
+class SavesTwice(NotSaving):
+    """Save on disk and into memory, each by its own schedule."""
+
+    patient = True
+
+    def __init__(self, disk: NotSaving, memory: NotSaving) -> None:
+        self.disk = disk
+        self.memory = memory
+
+    def is_due(self, done: int) -> bool:
+        """Return True if one of the saves is due after `done` steps."""
+        return self.disk.is_due(done) or self.memory.is_due(done)
+
+    def note(self, done: int) -> Sequence[float]:
+        """Return the values of both, those of the disk first."""
+        return (*self.disk.note(done), *self.memory.note(done))
+
+    def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
+        """Process the values that the ranks shared."""
+        self.disk.hear(done, [each[:NOTES] for each in notes], sound=sound)
+        self.memory.hear(done, [each[NOTES:] for each in notes], sound=sound)
+
+    def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Save as agreed."""
+        self.disk.step_done(done, losses)
+        self.memory.step_done(done, losses)
+
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Save on disk, even if no save is due."""
+        self.disk.save(done, losses, wait=wait)
+
+    def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Wait until the state after the last step is on disk."""
+        self.memory.finish(done, losses)
+        self.disk.finish(done, losses)
+
+    def settle(self) -> None:
+        """Wait for the save in flight on disk, then stop saving on this rank."""
+        self.memory.settle()
+        self.disk.settle()
+
+    def abandon(self) -> None:
+        """Stop saving, and give up the saves in flight."""
+        self.memory.abandon()
+        self.disk.abandon()

@@ -1,0 +1,311 @@
+"""The memory of one node for checkpoints: the shards of its own ranks, and those of another node.
+
+    writer of a rank ── shard, .ok ──► folder in /dev/shm ──► the node that keeps our copies          (a thread)
+                                              ▲──────────── the node whose copies we keep             (a thread each)
+    supervisor ◄── Kept ── for every shard here;  Complete ──► mark, and delete what is older
+
+The folder belongs to the user, has a random name and mode 0700, and is deleted when the agent ends. A killed agent
+leaves it behind; the next agent of the same user on this host deletes it, because nobody holds its lock any more.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.checkpoint.commit import begin, commit
+from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.shard import ShardRecord
+from muster.jobs.checkpoint.verify import verify
+from muster.jobs.hosts.ranks import MEMORY
+from muster.jobs.machine import ports
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.node import copy_wire
+from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import ChannelClosed
+from muster.launch.wire.handshake import HandshakeError
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+LOCK: Final = "lock"
+LOCKED_S: Final = 60.0
+LOOK_S: Final = 0.05
+MOST_CONNECTIONS: Final = 32
+STREAMS: Final = 4  # shards that are fetched at the same time
+NICE: Final = 10
+
+Tell = Callable[[wire.FromAgent], Awaitable[None]]
+
+
+class Copies:
+    """The folder in memory of one agent, and its threads. Nothing exists before the first KeepCopies or Fetch."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+        self.run: RunDir | None = None
+        self.why = ""  # why there is no folder
+        self.attempt = 0
+        self.secret = ""
+        self.peer: wire.CopyTo | None = None
+        self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
+        self._lock = -1
+        self._address = ""
+        self._listener: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = threading.Event()
+        self._connections = threading.Semaphore(MOST_CONNECTIONS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seen: dict[tuple[str, int], bool] = {}  # (checkpoint, shard): it came from another node
+
+    # Orders of the supervisor ---------------------------------------------------------------------------------------
+
+    async def keep(self, message: wire.KeepCopies) -> None:
+        """Create the folder and listen, unless that has been done; answer with the port."""
+        self._open(message.secret)
+        self.attempt, self.peer = message.attempt, None
+        if self._listener is None and self.run is not None:
+            try:
+                self._listener = ports.bind(message.bind, backlog=MOST_CONNECTIONS)
+                self._address = f"{message.bind}:{self._listener.getsockname()[1]}"
+            except OSError:  # behind address translation, this host does not have the address by which it is reached
+                self._listener = ports.bind("", backlog=MOST_CONNECTIONS)
+            self._spawn(self._listen)
+        port = 0 if self._listener is None else self._listener.getsockname()[1]
+        await self.tell(wire.Keeping(message.attempt, port, self.why))
+
+    def copy_to(self, message: wire.CopyTo) -> None:
+        """From now on, copy the shards of this node's ranks to another node."""
+        if message.attempt == self.attempt:
+            self.peer = message
+
+    def mark(self, message: wire.Complete) -> None:
+        """Mark a checkpoint as complete on all nodes, and delete those before it."""
+        self.complete = message.name or None
+        for folder in self._folders():
+            if folder.name == message.name:
+                with contextlib.suppress(OSError):
+                    folder.complete.touch()
+            elif message.only or (step_and_attempt(folder.name) or (0, 0)) < (step_and_attempt(message.name) or (0, 0)):
+                self._delete(folder)
+
+    async def fetch(self, message: wire.Fetch) -> None:
+        """Get the shards of a checkpoint that this node lacks, verify all of it, and write its manifest."""
+        self._open(message.secret)
+        received, digest, why = 0, "", self.why
+        if self.run is not None:
+            try:
+                received, digest = await asyncio.to_thread(self._fetch_all, self.run, message)
+            except MusterError as error:
+                why = str(error)
+        await self.tell(wire.Fetched(message.attempt, message.name, digest, received, why[:1000]))
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variable by which ranks find the folder; nothing if none was ordered."""
+        if not self.secret:
+            return {}
+        return {MEMORY: str(self.run.path if self.run is not None else SHARED_MEMORY / "muster-unavailable")}
+
+    def close(self) -> None:
+        """End the threads, and free the memory."""
+        self._ended.set()
+        if self._listener is not None:
+            self._listener.close()
+        if self.run is not None:
+            shutil.rmtree(self.run.path, ignore_errors=True)
+            os.close(self._lock)
+            self.run = None
+
+    # The folder -----------------------------------------------------------------------------------------------------
+
+    def _open(self, secret: str) -> None:
+        if self.secret:
+            return
+        self.secret, self._loop = secret, asyncio.get_running_loop()
+        try:
+            delete_leftovers(SHARED_MEMORY)
+            path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
+            self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
+            return
+        self.run = RunDir(path)
+        self._spawn(self._watch)
+
+    def _folders(self) -> Iterator[CheckpointDir]:
+        """List the checkpoints, oldest first."""
+        if self.run is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            paths = {path: found for path in self.run.checkpoints.iterdir() if (found := step_and_attempt(path.name))}
+            yield from map(CheckpointDir, sorted(paths, key=paths.__getitem__))
+
+    def _delete(self, folder: CheckpointDir) -> None:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        for key in [key for key in [*self._seen] if key[0] == folder.name]:
+            self._seen.pop(key, None)
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            with contextlib.suppress(OSError):  # not to disturb the ranks; niceness belongs to a thread on Linux
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            work()
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def _report(self, message: wire.FromAgent) -> None:
+        """Send a message from a thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._send, message)
+
+    def _send(self, message: wire.FromAgent) -> None:
+        task = asyncio.ensure_future(self._tell_quietly(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_quietly(self, message: wire.FromAgent) -> None:
+        with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
+            await self.tell(message)
+
+    def _report_kept(self, folder: CheckpointDir, record: ShardRecord) -> None:
+        self._report(wire.Kept(self.attempt, folder.name, record.writer, record.writers, record.bytes, record.sha256))
+
+    # To the node that keeps our copies ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Report new shards of this node's ranks, and copy them."""
+        waiting: list[tuple[CheckpointDir, ShardRecord]] = []
+        while not self._ended.wait(LOOK_S):
+            waiting += self._news()
+            peer, self_attempt = self.peer, self.attempt
+            waiting = [each for each in waiting if each[0].path.exists() and not each[0].failed.exists()]
+            if peer is None or peer.attempt != self_attempt:
+                continue
+            for folder, record in waiting:
+                self._copy(peer, folder, record)
+            waiting = []
+
+    def _news(self) -> Iterator[tuple[CheckpointDir, ShardRecord]]:
+        """Find shards that ranks of this node have written; delete checkpoints that will never be complete."""
+        folders = [*self._folders()]
+        for folder in folders[:-1]:
+            if folder.name != self.complete and folder.failed.exists():
+                self._delete(folder)
+        for folder in folders:
+            with contextlib.suppress(OSError, ValueError):
+                for path in folder.path.glob("shard-*.ok"):
+                    writer = int(path.stem.removeprefix("shard-"))
+                    if (folder.name, writer) not in self._seen and (record := copy_wire.record_of(folder, writer)):
+                        self._seen[folder.name, writer] = False
+                        self._report_kept(folder, record)
+                        yield folder, record
+
+    def _copy(self, peer: wire.CopyTo, folder: CheckpointDir, record: ShardRecord) -> None:
+        if not peer.address:
+            return
+        try:
+            with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
+                copy_wire.put(connection, folder, record, self._pace)
+        except (MusterError, OSError) as error:
+            with contextlib.suppress(OSError):
+                folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
+
+    def _pace(self, count: int) -> None:
+        """Wait before sending `count` bytes.
+
+        Raises:
+            UnreachableError: if the agent ends.
+        """
+        if self._ended.is_set():
+            raise UnreachableError("this agent ends")
+
+    # From other nodes -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        while not self._ended.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # the listener was closed
+            if self._connections.acquire(blocking=False):
+                self._spawn(lambda connection=connection: self._serve(connection))  # type: ignore[misc]
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one connection. One that does not prove that it belongs to the run is closed."""
+        try:
+            with connection, contextlib.suppress(OSError, HandshakeError, MusterError):
+                with copy_wire.accepted(connection, self._address, self.secret) as end:
+                    found = None if self.run is None else copy_wire.answer(end, self.run, self._expect, self._pace)
+                if found is not None:
+                    self._report_kept(*found)
+        finally:
+            self._connections.release()
+
+    def _expect(self, folder: CheckpointDir, writer: int) -> None:
+        self._seen[folder.name, writer] = True
+
+    def _fetch_all(self, run: RunDir, message: wire.Fetch) -> tuple[int, str]:
+        found = step_and_attempt(message.name)
+        if found is None:
+            raise UnreachableError(f"{message.name!r:.80} is not the name of a checkpoint")
+        folder = begin(run, *found)
+        sources: dict[int, list[tuple[str, int]]] = {}
+        for writer, address, port in message.sources:
+            sources.setdefault(writer, []).append((address, port))
+        missing = [writer for writer in range(message.writers) if copy_wire.record_of(folder, writer) is None]
+        with ThreadPoolExecutor(STREAMS) as pool:
+            received = sum(pool.map(lambda writer: self._fetch_one(folder, writer, sources.get(writer, [])), missing))
+        commit(run, folder, message.writers, deadline_s=0.0)
+        return received, verify(folder).sha256
+
+    def _fetch_one(self, folder: CheckpointDir, writer: int, sources: list[tuple[str, int]]) -> int:
+        error: MusterError = UnreachableError(f"{folder.name}: no node has shard {writer}")
+        self._expect(folder, writer)
+        for address, port in sources:
+            try:
+                with copy_wire.dialled(address, port, self.secret) as connection:
+                    return copy_wire.get(connection, folder, writer)
+            except MusterError as problem:
+                error = problem
+        raise error
+
+
+def prefix() -> str:
+    """Return the beginning of the names of this user's folders."""
+    return f"muster-{os.geteuid()}-"
+
+
+def delete_leftovers(root: Path) -> None:
+    """Delete the folders of agents of this user that were killed. The kernel has released their locks."""
+    for path in root.glob(f"{prefix()}*"):
+        try:
+            status = path.lstat()
+            if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+                continue
+            if time.time() - status.st_mtime < LOCKED_S:  # its agent may be about to lock it
+                continue
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        finally:
+            os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""The memory of nodes: two agents' folders and real connections between them."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from muster.jobs.checkpoint.commit import begin
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.checkpoint.shard import ShardRecord, write_shard
+from muster.jobs.hosts.ranks import MEMORY
+from muster.launch.node import copies as module
+from muster.launch.node.copies import Copies, delete_leftovers, prefix
+from muster.launch.wire import messages as wire
+
+NAME, KEY, LOCAL = "step-00000010.a000", "ab" * 32, "127.0.0.1"
+
+
+class Node:
+    """The memory of one node, and what it has told the supervisor."""
+
+    def __init__(self) -> None:
+        self.told: list[wire.FromAgent] = []
+        self.copies = Copies(self._tell)
+
+    async def _tell(self, message: wire.FromAgent) -> None:
+        self.told.append(message)
+
+    async def keep(self) -> int:
+        await self.copies.keep(wire.KeepCopies(0, KEY, LOCAL))
+        (answer,) = [each for each in self.told if isinstance(each, wire.Keeping)]
+        assert answer.why == ""
+        return answer.port
+
+    def write(self, writer: int, data: bytes = b"12345678") -> ShardRecord:
+        """Write a shard, as the writer of a rank does."""
+        assert self.copies.run is not None
+        folder = begin(self.copies.run, 10, 0)
+        pieces = [(whole(f"model/{writer}", "U8", (len(data),)), data)]
+        return write_shard(folder, writer, 2, pieces, meta={} if writer == 0 else None)
+
+    def kept(self) -> set[int]:
+        return {each.writer for each in self.told if isinstance(each, wire.Kept)}
+
+    def folder(self) -> Path:
+        assert self.copies.run is not None
+        return self.copies.run.checkpoints / NAME
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def with_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, work: Callable[[Node, Node, int], Awaitable[None]]
+) -> None:
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+
+    async def run() -> None:
+        one, other = Node(), Node()
+        try:
+            await one.keep()
+            await work(one, other, await other.keep())
+        finally:
+            one.copies.close()
+            other.copies.close()
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []  # the memory is free again
+
+
+def test_a_shard_is_copied_and_both_nodes_report_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.copies.copy_to(wire.CopyTo(0, "other", LOCAL, port))
+        record = one.write(0)
+        await until(lambda: one.kept() == other.kept() == {0})
+        copy = other.folder() / record.file
+        assert copy.read_bytes() == (one.folder() / record.file).read_bytes()
+        assert [Path(one.copies.environment()[MEMORY]).stat().st_mode & 0o777] == [0o700]
+        one.copies.mark(wire.Complete(0, NAME))
+        assert (one.folder() / "COMPLETE").exists()
+        one.copies.mark(wire.Complete(0, "", only=True))
+        assert not one.folder().exists()
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_a_node_fetches_what_it_lacks_and_both_have_the_same_manifest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        own = one.told[0]
+        assert isinstance(own, wire.Keeping)
+        one.write(0)
+        other.write(1)
+        fetch = wire.Fetch(1, NAME, KEY, 2, ((0, LOCAL, own.port), (1, LOCAL, port)))
+        await asyncio.gather(one.copies.fetch(fetch), other.copies.fetch(fetch))
+        answers = [each for node in (one, other) for each in node.told if isinstance(each, wire.Fetched)]
+        assert [each.why for each in answers] == ["", ""]
+        assert answers[0].sha256 == answers[1].sha256 != ""
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_a_damaged_shard_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.write(0)
+        record = other.write(1)
+        path = other.folder() / record.file
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, ((1, LOCAL, port),)))
+        answer = one.told[-1]
+        assert isinstance(answer, wire.Fetched)
+        assert "shard 1 has changed on its way" in answer.why
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_a_copy_that_cannot_be_made_is_marked_as_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        with socket.create_server((LOCAL, 0)) as taken:
+            dead = taken.getsockname()[1]
+        one.copies.copy_to(wire.CopyTo(0, "other", LOCAL, dead))
+        one.write(0)
+        await until(lambda: (one.folder() / "FAILED").exists())
+        await until(lambda: "no copy on other" in (one.folder() / "FAILED").read_text())
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 4096, b"muster/1 agent 0 aa 127.0.0.1:1\n"])
+def test_a_stranger_gets_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: bytes) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        other.write(0)
+        with socket.create_connection((LOCAL, port), 5) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            answer = await asyncio.to_thread(stranger.recv, 4096)
+        assert answer == b""
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_a_node_with_another_key_gets_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.write(0)
+        other.write(1)
+        one.copies.secret = "cd" * 32
+        await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, ((1, LOCAL, port),)))
+        answer = one.told[-1]
+        assert isinstance(answer, wire.Fetched)
+        assert "does not hold" in answer.why
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_the_folder_of_a_killed_agent_is_deleted_but_not_that_of_a_living_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dead = tmp_path / f"{prefix()}dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    foreign = tmp_path / "muster-other"
+    foreign.mkdir()
+    monkeypatch.setattr(module, "LOCKED_S", 0.0)
+
+    async def work(one: Node, other: Node, port: int) -> None:
+        assert not dead.exists()
+        delete_leftovers(tmp_path)
+        assert one.copies.run is not None
+        assert one.copies.run.path.exists()
+        assert foreign.exists()
+        foreign.rmdir()
+
+    with_nodes(monkeypatch, tmp_path, work)
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
