@@ -139,8 +139,10 @@ def join(job: "Job", env: RankEnv, reporter: Reporter, living: LivingState | Non
     make_deterministic(settings)
     reporter.arrived()
     if needs_group(settings.split(env.world_size)):
-        is_over = (lambda: living.orders.has_come) if living is not None and living.stays else None
-        store = connect(env, job.start_timeout_s, is_over)
+        if living is not None and living.stays:
+            store = living.store.open(env, job.start_timeout_s, lambda: living.orders.has_come)
+        else:
+            store = connect(env, job.start_timeout_s)
         held = None if living is None else living.device_index
         world = join_group(store, job, env, meet(store, env, job.start_timeout_s, held))
         world = replace(world, check=None if living is None else living.check)

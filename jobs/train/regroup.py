@@ -35,7 +35,7 @@ from muster.jobs.tensors.modules import persistent_buffers
 from muster.jobs.tensors.parts import TensorPart, dtype_of
 from muster.jobs.train.data import Data
 from muster.jobs.user import code
-from muster.jobs.world.connections import GroupConnections, leave_group
+from muster.jobs.world.connections import GroupConnections, StoreConnection, leave_group
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.guard import complain
 from muster.jobs.world.world import World
@@ -101,7 +101,8 @@ class LivingState:
         self._in_step = False
         self._has_passed = False  # this is not the first attempt of this process
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the step in progress
-        self._connections = GroupConnections()
+        self.store = StoreConnection()
+        self._connections = GroupConnections(self.store)
         if self.stays:
             # With NCCL's own handling, a lost peer would end this process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -157,7 +158,10 @@ class LivingState:
     def step_done(self, done: int) -> None:
         """Record that this rank has updated its parameters, for the `done`-th time."""
         self.done, self._in_step = done, False
-        if self._has_passed:  # what the last attempt has left in cycles of references, such as data-loader processes
+
+    def forget_last_attempt(self) -> None:
+        """Free what the last attempt has left in cycles of references, such as data-loader processes."""
+        if self._has_passed:
             self._has_passed = False
             gc.collect()
 
@@ -180,7 +184,7 @@ class LivingState:
         if not self.stays:
             yield
             return
-        self._connections = GroupConnections()
+        self._connections = GroupConnections(self.store)
         self.orders.work(self._connections.cut)
         try:
             yield
@@ -200,7 +204,7 @@ class LivingState:
         self, why: str, reporter: Reporter, *, timeout_s: float | None = PATIENCE_S
     ) -> Mapping[str, Any] | None:
         """Leave the group, and wait for an order; return None if none comes."""
-        self._connections.cut()  # the other ranks notice at once
+        self._connections.leave()  # the other ranks notice at once
         page.own.enter(Phase.START)
         why = why.split(". This is typically")[0]  # gloo's advice
         reporter.waiting(of=ranks.read(os.environ).attempt, step=max(self.done, 0), why=why)

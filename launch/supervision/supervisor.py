@@ -181,6 +181,8 @@ class Supervisor:
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask, stays)
         if before is not None and before.regrouping is not None:
             self.attempt.groups = before.regrouping.groups(before.groups)
+            if before.roster.nodes[0] is nodes[0]:
+                self.attempt.startup.meet_again(before.startup)
         if self.stop is not None:  # the stop was requested between two attempts
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
