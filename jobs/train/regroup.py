@@ -115,8 +115,7 @@ class LivingState:
         self.trainer, self.done, self._in_step = trainer, done, False
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
-        is_checked = self.stays and trainer.engine.graphed is None
-        trainer.engine.before_update = self.check if is_checked else None
+        trainer.engine.before_update = self.check if self.stays and not why_unique(trainer) else None
 
     @cached_property
     def own_code(self) -> dict[str, str]:
@@ -204,6 +203,8 @@ class LivingState:
         self, why: str, reporter: Reporter, *, timeout_s: float | None = PATIENCE_S
     ) -> Mapping[str, Any] | None:
         """Leave the group, and wait for an order; return None if none comes."""
+        if self.trainer is not None:
+            self.trainer.engine.end_graphs()
         self._connections.leave()  # the other ranks notice at once
         page.own.enter(Phase.START)
         why = why.split(". This is typically")[0]  # gloo's advice
@@ -220,13 +221,17 @@ class LivingState:
 def replicas_of(trainer: "Trainer") -> tuple[list[tuple[int, int, int]], str]:
     """List the groups of ranks of which one must live, as (first, count, stride); none, and why, if all must."""
     engine, world = trainer.engine, trainer.world
-    if engine.graphed is not None:  # the host could not check the gradients before the update
-        return [], "steps are recorded as CUDA graphs"
-    if trainer.settings.sync not in COPIED or engine.stages is not None or world.tensor > 1:
-        return [], "no rank has a copy of the state of another"
+    if why := why_unique(trainer):
+        return [], why
     # Only rank 0 has the running statistics of batch norms.
     buffers = any(True for _ in persistent_buffers(engine.module))
     return [(0, world.size, 1), *([FIRST] if buffers else [])], ""
+
+
+def why_unique(trainer: "Trainer") -> str:
+    """Return why no rank has the state of another; "" if all ranks have all of the state."""
+    copied = trainer.settings.sync in COPIED and trainer.engine.stages is None and trainer.world.tensor == 1
+    return "" if copied else "no rank has a copy of the state of another"
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:

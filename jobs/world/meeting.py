@@ -75,7 +75,7 @@ def connect(env: RankEnv, timeout_s: float, is_over: Callable[[], bool] | None =
 
 
 def prefix_of(env: RankEnv) -> str:
-    """Return the prefix of an attempt's keys: its store may serve other attempts and, under torchrun, other programs."""
+    """Return the prefix of an attempt's keys. Its store may also serve other attempts, and torchrun's own keys."""
     return f"muster/attempt-{env.attempt}"
 
 

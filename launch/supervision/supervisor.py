@@ -38,6 +38,7 @@ from muster.launch.supervision.inbox import (
     Noticed,
     Refused,
     StopRequest,
+    TaskFailed,
     Tick,
     requested,
 )
@@ -302,6 +303,9 @@ class Supervisor:
                 self._current.noticed(answer.result())
             case Tick():
                 self._on_tick()
+            case TaskFailed(error):
+                self.log.event("warning", text=f"the supervisor failed: {type(error).__name__}: {error}")
+                raise error
         while self.run_nodes.broken:
             self._on_gone(NodeChannelClosed(self.run_nodes.broken.pop()))
 

@@ -17,7 +17,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.regroup import NONE, LivingState, NewestState, replicas_of, take_over
-from muster.jobs.world.connections import GroupConnections
+from muster.jobs.world.connections import GroupConnections, StoreConnection
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
 from support.resuming import GPT, TINY_VGG, VGG
@@ -121,7 +121,7 @@ def test_ranks_that_may_be_lost(on_ranks, settings: dict, wanted: list) -> None:
 
 def interrupted(world: World) -> list:
     """Rank 0 waits for rank 1, which never joins its collective, until an order comes."""
-    connections = GroupConnections()
+    connections = GroupConnections(StoreConnection())
     group = dist.new_group([0, 1])
     connections.complete()
     ours, theirs = socket.socketpair()
