@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.timeouts import lost_at_once
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.hosts import ranks
@@ -186,7 +187,8 @@ class LivingState:
         self._connections = GroupConnections(self.store)
         self.orders.work(self._connections.cut)
         try:
-            yield
+            with lost_at_once():
+                yield
         except Interrupted:
             raise
         except Exception as error:
