@@ -222,7 +222,6 @@ def run_steps(
         pace.step_done(done)
         if done == first + 1:
             screen.first_step(done)
-            living.forget_last_attempt()
         lost = soundness.is_lost()
         if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
             metrics.flush()

@@ -100,7 +100,8 @@ class LivingState:
         self.done = NONE
         self.evaluated = NONE
         self._in_step = False
-        self._has_passed = False  # this is not the first attempt of this process
+        self._has_passed = False  # the process has passed to another attempt, and completed no step in it
+        self._cleans = False  # the next step first frees what the last attempt has left
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the step in progress
         self.store = StoreConnection()
         self._connections = GroupConnections(self.store)
@@ -152,18 +153,16 @@ class LivingState:
     def begin_step(self) -> None:
         """Copy what a forward changes, which are the running statistics of batch norms."""
         self._in_step = True
+        if self._cleans:  # after the first step, so that it does not delay this one
+            self._cleans = False
+            gc.collect()  # what the last attempt has left in cycles of references, such as data-loader processes
         for buffer, room in self._buffers:
             room.copy_(buffer)
 
     def step_done(self, done: int) -> None:
         """Record that this rank has updated its parameters, for the `done`-th time."""
         self.done, self._in_step = done, False
-
-    def forget_last_attempt(self) -> None:
-        """Free what the last attempt has left in cycles of references, such as data-loader processes."""
-        if self._has_passed:
-            self._has_passed = False
-            gc.collect()
+        self._cleans, self._has_passed = self._has_passed, False
 
     def undo_step(self) -> None:
         """Undo what an incomplete step has changed."""
