@@ -64,18 +64,24 @@ class NewestState:
     evaluated: bool  # all holders have completed the evaluation that follows this step, if there is one
 
     @classmethod
-    def of(cls, told: Sequence[Sequence[int]]) -> "NewestState":
+    def of(cls, told: Sequence[Sequence[int]], parts: Sequence[Sequence[int]] = (), mine: int = 0) -> "NewestState":
         """Choose the newest of the states that all ranks have told: (steps done, step of the last evaluation). Pure.
 
+        `parts`: the ranks that have each part of a split model. A rank of every part must have this state. The result
+        lists the ranks of part `mine`.
+
         Raises:
-            MusterError: if no rank has a state.
+            MusterError: if there is no such state.
         """
-        newest = max(done for done, _ in told)
-        if newest == NONE:
-            raise MusterError("no rank has kept the state of the last attempt")
-        holders = [rank for rank, (done, _) in enumerate(told) if done == newest]
-        others = [rank for rank in range(len(told)) if rank not in holders]
-        return cls(newest, holders, others, all(told[rank][1] == newest for rank in holders))
+        parts = parts or [range(len(told))]
+        common = set.intersection(*({told[rank][0] for rank in part} for part in parts)) - {NONE}
+        if not common:
+            raise MusterError("no rank has kept the state of the last attempt, or not of the same step")
+        newest = max(common)
+        holders = [rank for rank in parts[mine] if told[rank][0] == newest]
+        others = [rank for rank in parts[mine] if rank not in holders]
+        having = [evaluated for done, evaluated in told if done == newest]
+        return cls(newest, holders, others, all(evaluated == newest for evaluated in having))
 
     def routes(self, *, one_root: bool) -> list[tuple[int, ...]]:
         """List the ways of the state: from a holder to a rank that lacks it, or (`one_root`) from one holder to all.
@@ -117,6 +123,8 @@ class LivingState:
         self.trainer, self.done, self._in_step = trainer, done, False
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
+        if self.stays and trainer.engine.stages is not None:
+            trainer.engine.scaler.agrees = True  # no stage is updated before all stages have their mean gradients
         trainer.engine.before_update = self.check if self.stays and not why_unique(trainer) else None
 
     @cached_property
@@ -226,13 +234,28 @@ def replicas_of(trainer: "Trainer") -> tuple[list[tuple[int, int, int]], str]:
         return [], why
     # Only rank 0 has the running statistics of batch norms.
     buffers = any(True for _ in persistent_buffers(engine.module))
-    return [(0, world.size, 1), *([FIRST] if buffers else [])], ""
+    parts = [(part[0], len(part), world.tensor) for part in parts_of(world)]
+    return [*parts, *([FIRST] if buffers else [])], ""
+
+
+def parts_of(world: World) -> list[range]:
+    """List the ranks that have copies of the same part of a model, for every part."""
+    stage = world.data_ranks * world.tensor
+    firsts = [first + tensor for first in range(0, world.size, stage) for tensor in range(world.tensor)]
+    return [range(first, first + stage, world.tensor) for first in firsts]
 
 
 def why_unique(trainer: "Trainer") -> str:
     """Return why no rank has the state of another; "" if all ranks have all of the state."""
-    copied = trainer.settings.sync in COPIED and trainer.engine.stages is None and trainer.world.tensor == 1
-    return "" if copied else "no rank has a copy of the state of another"
+    world, stages = trainer.world, trainer.engine.stages
+    is_split = stages is not None or world.tensor > 1
+    if trainer.settings.sync not in COPIED or (is_split and trainer.settings.parallel is None):
+        return "no rank has a copy of the state of another"
+    if is_split and world.device.type == "cuda":
+        return "a split model continues in place on CPUs only"
+    if stages is not None and trainer.engine.model.whole.buffers:
+        return "the stages have running statistics, which only one copy of each has"
+    return ""
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
@@ -244,7 +267,9 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
     """
     began_s, world, engine = time.monotonic(), trainer.world, trainer.engine
     told = world.gather(torch.tensor([living.done, living.evaluated], device=world.device))
-    source = NewestState.of([each.tolist() for each in told])
+    parts = parts_of(world)
+    mine = next(index for index, part in enumerate(parts) if world.rank in part)
+    source = NewestState.of([each.tolist() for each in told], parts, mine)
     if living.done == source.done:
         living.undo_step()
     own = {} if living.trainer is None else {part.piece.name: part for part in living.trainer.engine.state.copies()}
@@ -254,7 +279,7 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
         received = pass_on(own, route, world)
         if world.rank in route and world.rank in source.others:
             own = received | {name: part for name, part in own.items() if name in buffers}
-    for part in engine.wanted_state({name: part.piece for name, part in own.items()}):
+    for part in engine.state.wanted_copies({name: part.piece for name, part in own.items()}):
         with torch.no_grad():
             part.tensor.copy_(own[part.piece.name].tensor)
     engine.replica.refresh()

@@ -218,6 +218,9 @@ class Supervisor:
 
     def _regroup(self, regrouping: Regrouping) -> bool:
         """Place the next attempt on the ranks that continue; return False on a stop request."""
+        for slot in self.slots:  # a node may have a rank whose copy of a split model has lost another rank
+            if slot not in regrouping.slots and self.run_nodes.nodes[slot].is_alive:
+                self.run_nodes.send(slot, StopRanks(self._current.number, 0.0))
         joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
         kept = {**self._current.story.newest, "joining": joining}
         self._turn(regrouping.slots, {"in_place": kept, "resume": None}, regrouping)
@@ -228,6 +231,7 @@ class Supervisor:
         self.rank_of = {slot: rank for rank, slot in enumerate(slots)}
         self.context = replace(
             self.context,
+            job=self.job if regrouping is None else self.succession.fitted(regrouping.world_size),
             attempt=self.context.attempt + 1,
             placement=self.succession.placement(self.context.placement, slots, regrouping),
             spares=(),

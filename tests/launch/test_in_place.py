@@ -193,6 +193,34 @@ def test_the_source_of_the_state_is_killed_while_a_rank_joins(tmp_path: Path, un
     assert hashes(live.run.path) == uninterrupted({})
 
 
+@pytest.mark.parametrize(("nodes", "victim"), [(1, 1), (4, 2)])
+def test_a_pipeline_leaves_and_another_one_joins(tmp_path: Path, nodes: int, victim: int) -> None:
+    split = {"data": 2, "pipe": 2, "sync": "bucketed", "microbatches": 2}
+    model = {**MODEL, "layers": 3, "dropout": 0.0}
+    train = {"parallel": split, "model": model, "mode": None, "exact": None, "virtual_ranks": None}
+
+    def text(**more: Any) -> str:
+        described = json.loads(job(train=train, **more))
+        described["train"] = {key: value for key, value in described["train"].items() if value is not None}
+        return json.dumps(described)
+
+    live = LiveRun(tmp_path, text(nodes=nodes, ranks=4 // nodes, min_nodes=1))
+    before = pids(live, 0)
+    wait_step(live, 10)
+    kill(live, 0, victim)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 2, 4]
+    assert live.events("loaded") == []
+    assert len(set(before.values()) & set(pids(live, 2).values())) == 2
+    no_step_is_repeated(live)
+    (tmp_path / "whole").mkdir()
+    whole = LiveRun(tmp_path / "whole", text())
+    assert whole.end() == 0, whole.err
+    losses = [{row["step"]: row["loss"] for row in read_lines(each.run.metrics)} for each in (live, whole)]
+    assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)
+    assert live.left() == []
+
+
 @pytest.mark.parametrize(
     ("train", "why"),
     [

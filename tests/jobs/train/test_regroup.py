@@ -45,6 +45,15 @@ def test_the_newest_state_counts(told: list, done: int, holders: list, evaluated
     assert not source.others or sorted(all_at_once) == list(range(len(told)))
 
 
+def test_the_parts_of_a_split_model_must_have_the_state_of_one_step() -> None:
+    told, parts = [(4, 4), (3, 3), (3, 3), (NONE, NONE)], [[0, 1], [2, 3]]
+    first, second = NewestState.of(told, parts, 0), NewestState.of(told, parts, 1)
+    assert (first.done, first.holders, first.others, first.evaluated) == (3, [1], [0], True)
+    assert (second.done, second.holders, second.others) == (3, [2], [3])
+    with pytest.raises(MusterError, match="not of the same step"):
+        NewestState.of([(4, 4), (4, 4), (3, 3), (NONE, NONE)], parts)
+
+
 def test_without_any_state_nothing_can_continue() -> None:
     with pytest.raises(MusterError, match="no rank has kept the state"):
         NewestState.of([(NONE, NONE), (NONE, NONE)])
@@ -117,6 +126,11 @@ def groups(world: World, settings: dict) -> list:
 )
 def test_ranks_that_may_be_lost(on_ranks, settings: dict, wanted: list) -> None:
     assert on_ranks(2, groups, settings=settings) == [wanted] * 2
+
+
+def test_ranks_of_a_split_model_that_may_be_lost(on_ranks) -> None:
+    split = {"data": 2, "pipe": 2, "sync": "bucketed", "microbatches": 2}
+    assert on_ranks(4, groups, settings={**GPT, "parallel": split}) == [[[0, 2, 1], [2, 2, 1]]] * 4
 
 
 def interrupted(world: World) -> list:
