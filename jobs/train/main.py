@@ -233,7 +233,7 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
     if world.rank == 0 and settings_of(job).makes:
         write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     living.connected()
-    saving, replay, first, evaluates = NOT_SAVING, None, 0, False
+    saving, replay, first, evaluates, living.regroups = NOT_SAVING, None, 0, False, False
     if start.in_place is not None:
         source = take_over(living, trainer, reporter)
         first, evaluates = source.done, is_evaluated(trainer, source.done) and not source.evaluated

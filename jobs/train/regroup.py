@@ -34,6 +34,7 @@ from muster.jobs.node.rank_start import become_another
 from muster.jobs.node.reports import Reporter
 from muster.jobs.tensors.modules import persistent_buffers
 from muster.jobs.tensors.parts import TensorPart, dtype_of
+from muster.jobs.train.carried import CarriedStep
 from muster.jobs.train.data import Data
 from muster.jobs.user import code
 from muster.jobs.world.connections import GroupConnections, StoreConnection, leave_group
@@ -105,6 +106,8 @@ class LivingState:
         self.data: Data | None = None
         self.done = NONE
         self.evaluated = NONE
+        self.regroups = False  # this attempt continues in place
+        self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False
         self._has_passed = False  # the process has passed to another attempt, and completed no step in it
         self._cleans = False  # the next step first frees what the last attempt has left
@@ -171,6 +174,11 @@ class LivingState:
         """Record that this rank has updated its parameters, for the `done`-th time."""
         self.done, self._in_step = done, False
         self._cleans, self._has_passed = self._has_passed, False
+
+    def take_carried(self, first: int) -> list[CarriedStep] | None:
+        """Return the steps up to `first` that no attempt has reported; None if this attempt does not go on in place."""
+        carried, self.carried = [each for each in self.carried if each.number <= first], []
+        return carried if self.regroups else None
 
     def undo_step(self) -> None:
         """Undo what an incomplete step has changed."""
@@ -283,6 +291,7 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
         with torch.no_grad():
             part.tensor.copy_(own[part.piece.name].tensor)
     engine.replica.refresh()
+    living.regroups = True
     behind = sum(0 <= done < source.done for done, _ in (each.tolist() for each in told))
     living.hold(trainer, source.done)
     if world.rank == 0:

@@ -115,6 +115,22 @@ def test_a_second_rank_is_lost_while_the_others_regroup(tmp_path: Path, uninterr
     assert hashes(live.run.path) == uninterrupted({})
 
 
+def test_steps_since_the_last_log_point_have_rows_without_the_lost_samples(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(train={"log_every": 20, "steps": 100}))
+    wait_step(live, 20)
+    pid = pids(live, 0)[2]
+    seen = live.run.attempt(0).metrics(1)
+    wait_until(lambda: any(row["step"] > 22 for row in read_lines(seen)), "steps behind the log point")
+    os.kill(pid, signal.SIGKILL)
+    assert live.end() == 0, live.err
+    rows = [row for row in read_lines(live.run.metrics) if "step_s" in row]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert len(rows) >= 99  # rank 0 may have been a step behind
+    partial = [row for row in rows if row.get("lost_samples")]
+    assert partial
+    assert all(row["attempt"] == 0 and 0 < row["lost_samples"] < 24 and row["loss"] > 0 for row in partial)
+
+
 def test_two_of_four_ranks_are_lost_at_once(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job())
     wait_step(live, 10)

@@ -13,9 +13,13 @@ from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.carried import CarriedStep, gather_carried
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
+from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.loop import Trainer, build_trainer
+from muster.jobs.train.metrics import TrainedStep
+from muster.jobs.train.profiling.clock import StepTimes
 from muster.jobs.train.regroup import NONE, LivingState, NewestState, replicas_of, take_over
 from muster.jobs.world.connections import GroupConnections, StoreConnection
 from muster.jobs.world.failures import is_lost_connection
@@ -161,3 +165,19 @@ def test_an_order_interrupts_a_collective_on_both_sides(on_ranks) -> None:
 def test_a_process_without_a_rank_parent_gets_no_orders() -> None:
     assert Orders().next(0.0) is None
     assert not LivingState(Orders(), stays=True).stays
+
+
+def carried_by(world: World) -> dict:
+    """Return what is left of the steps of three ranks: the first is a step behind, the last has just started."""
+    steps = {0: (3,), 1: (3, 4), 2: ()}[world.rank]
+
+    def step(number: int) -> CarriedStep:
+        batch = GlobalBatch(number - 1, 0, 0, 12)
+        losses = [torch.tensor(float(number + world.rank)), torch.tensor(1.0)]
+        return CarriedStep(0, TrainedStep(batch, losses, 4, 0.1, 0.0), StepTimes(0.1, {}))
+
+    return gather_carried(world, [step(number) for number in steps])
+
+
+def test_losses_that_are_left_are_added_over_the_ranks_that_have_them(on_ranks) -> None:
+    assert on_ranks(3, carried_by) == [{3: (9.0, 8), 4: (6.0, 4)}] * 3
