@@ -40,6 +40,7 @@ class StoreConnection:
         before = _sockets()
         store = connect(env, timeout_s, is_over)
         if env.agent_store:
+            assert isinstance(store, PrefixStore)
             self._at, self._store, self.inodes = at, store.underlying_store, _sockets() - before
         return store
 

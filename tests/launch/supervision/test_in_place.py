@@ -95,8 +95,8 @@ def test_joiners_take_the_places_of_their_stage() -> None:
 
 
 def test_ranks_cannot_join_if_a_rank_would_get_another_stage() -> None:
-    two = Placement((node(0, 0, 1), node(1, 1, 1)), 2, "10.0.0.0")
-    found = regroup(two, (5, 7), (0, 1), {2: 8, 3: 8, 4: 8, 5: 8}, lambda slot: node(0, 0, 1), Parallel(data=1, pipe=2))
+    one, left = Placement((node(0, 0, 2),), 2, "10.0.0.0"), Parallel(data=1, pipe=2)
+    found = regroup(one, (5,), (0, 1), {2: 8, 3: 8}, lambda slot: node(0, 0, 2), left)  # both stages are on one node
     assert (found.world_size, dict(found.adopted)) == (0, {})
 
 
