@@ -102,10 +102,10 @@ class Succession:
         return why or regrouping
 
     def regrouped(self, attempt: Attempt, slots: Sequence[int]) -> Regrouping:
-        """Number the ranks anew that live, and those that are ready to join them."""
-        return self._regrouped(
-            attempt, slots, {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ready}
-        )
+        """Number the ranks anew that live, and those that are ready to join them if there are enough for a copy."""
+        joiners = {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ready}
+        found = self._regrouped(attempt, slots, joiners)
+        return found if found.adopted else self._regrouped(attempt, slots, {})
 
     def _regrouped(self, attempt: Attempt, slots: Sequence[int], joiners: Mapping[int, int]) -> Regrouping:
         nodes, before, living = self.run_nodes.nodes, attempt.context.placement, attempt.roster.running
