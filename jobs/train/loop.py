@@ -120,10 +120,7 @@ def train(
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     trainer = replace(trainer, timeline=recorder_of(trainer, files))
     metrics = Metrics(
-        files,
-        trainer.world,
-        trainer.clock,
-        units,
+        *(files, trainer.world, trainer.clock, units),
         attempt=attempt,
         steps=steps,
         patient=saving.patient,
