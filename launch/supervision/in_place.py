@@ -63,9 +63,13 @@ class Part:
 
 def of_whole_copies(living: Collection[int], split: Parallel) -> set[int]:
     """Return the living ranks that together have as many copies of every part as of the rarest one."""
-    size = split.tensor
+    size, alive = split.tensor, {*living}
     stages = [
-        [first for first in range(start, start + split.data * size, size) if {*range(first, first + size)} <= {*living}]
+        [
+            first
+            for first in range(start, start + split.data * size, size)
+            if alive.issuperset(range(first, first + size))
+        ]
         for start in range(0, split.world_size, split.data * size)
     ]  # the first ranks of complete stages
     copies = min(len(each) for each in stages)
