@@ -1,6 +1,6 @@
 """The fault matrix: hurt a running job in every way that this machine allows, and compare its end with an unhurt run's.
 
-    sudo .venv/bin/python benchmarks/chaos.py [--quick] [--only PATTERN] [--box NAME] [--json FILE]
+    sudo .venv/bin/python benchmarks/chaos.py [--quick] [--only PATTERN] [--box NAME] [--in-place] [--json FILE]
     .venv/bin/python benchmarks/chaos.py --only 'random kills' [--kills 20] [--seed 0]
 
 Every row starts a training of its own, hurts it by real means (signals, full and failing disks, changed files, links
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from faults.bench import Bench
@@ -48,7 +49,9 @@ def strike(fault: Fault, bench: Bench, *, timed: bool = True) -> Row:
     began = time.monotonic()
     try:
         outcome = fault.run(bench)
-        failures = fault.expected.failures(outcome, timed=timed)
+        # Ranks that join later make an attempt of their own.
+        expected = replace(fault.expected, attempts=None) if bench.in_place else fault.expected
+        failures = expected.failures(outcome, timed=timed)
     except (WaitedInVainError, NoStateError) as error:
         outcome, failures = Outcome(), [str(error)]
     return Row(fault, outcome, failures, time.monotonic() - began)
@@ -59,6 +62,7 @@ def main() -> int:
     parser = Options(__doc__, quick={}, note="only the rows that are quick and need no box")
     parser.add_argument("--only", default="", metavar="PATTERN", help="only rows whose number and name fit this")
     parser.add_argument("--box", default="", metavar="NAME", help="a box of four nodes that is up")
+    parser.add_argument("--in-place", action="store_true", help="with restart.in_place in every job")
     parser.add_argument("--kills", type=int, default=20, help="how often the row `random kills` kills somebody")
     parser.add_argument("--seed", type=int, default=0, help="of that row")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all run folders there")
@@ -70,7 +74,8 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
         keep, seed = args.keep is not None, args.seed
-        bench = Bench(args.keep or Path(text), box=args.box, keep=keep, kills=args.kills, seed=seed)
+        where = args.keep or Path(text)
+        bench = Bench(where, box=args.box, in_place=args.in_place, keep=keep, kills=args.kills, seed=seed)
         for fault in faults:
             rows.append(strike(fault, bench))
             print(line(rows[-1]), flush=True)

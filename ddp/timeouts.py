@@ -18,7 +18,8 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from threading import Thread
 from typing import Final, NoReturn, TypeVar
@@ -32,11 +33,25 @@ Answer = TypeVar("Answer")
 LATER_S: Final = 5.0  # time for which a rank that timed out waits for the reports of other ranks
 LOST_S: Final = 1.0  # the same wait after a lost connection; a rank whose timeout closed it has reported by then
 STORE_S: Final = 2.0  # additional time for an answer of the store
+AT_ONCE_S: Final = 0.2  # the limit for all of this, if a lost connection shall raise at once
 POLL_S: Final = 0.05
 
 TIMED_OUT: Final = re.compile(r"timed ?out|timeout", re.IGNORECASE)
 GLOO_BOUND: Final = re.compile(r"waiting (\d+) ?ms")
 LOST: Final = re.compile(r"connection|closed|reset by peer|broken pipe|read error|write error", re.IGNORECASE)
+
+
+_is_at_once: ContextVar[bool] = ContextVar("_is_at_once", default=False)
+
+
+@contextlib.contextmanager
+def lost_at_once() -> Iterator[None]:
+    """Within the block, a lost connection raises at once: this rank reports, but does not wait for other reports."""
+    token = _is_at_once.set(True)
+    try:
+        yield
+    finally:
+        _is_at_once.reset(token)
 
 
 class CollectiveTimeoutError(RuntimeError):
@@ -112,7 +127,8 @@ def explain(
     mine = _Report(entered.step, entered.launched, waited_s, timed_out)
     group = process_group or dist.group.WORLD
     assert group is not None  # this rank has just communicated, so it has a group
-    received = _exchange_reports(mine, entered, group, LATER_S if timed_out else LOST_S)
+    lost_s = 0.0 if _is_at_once.get() else LOST_S
+    received = _exchange_reports(mine, entered, group, LATER_S if timed_out else lost_s)
     reports = {rank: received.get(place) for place, rank in enumerate(dist.get_process_group_ranks(group))}
     who = f"rank {dist.get_rank()}: {_name(entered)}"
     if any(each.timed_out for each in received.values()):
@@ -167,7 +183,7 @@ def _exchange_reports(mine: _Report, entered: Entered, group: dist.ProcessGroup,
                 return
             time.sleep(POLL_S)
 
-    ask_store(group, "ddp/timeouts", exchange, listen_s + STORE_S)
+    ask_store(group, "ddp/timeouts", exchange, listen_s + STORE_S if listen_s else AT_ONCE_S)
     return dict(received)  # incomplete if the rank that hosts the store was lost
 
 

@@ -1,5 +1,6 @@
 """Hurts a run and measures what came of it, against the uninterrupted run of the same job."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ class Bench:
 
     folder: Path
     box: str = ""
+    in_place: bool = False  # ranks continue in place where they can
     keep: bool = False
     kills: int = 20  # of `random kills`
     seed: int = 0
@@ -38,6 +40,10 @@ class Bench:
 
     def start(self, text: str, *arguments: str, **options: Any) -> Live:
         """Start a run in a folder of its own."""
+        if self.in_place:
+            described = json.loads(text)
+            described.setdefault("restart", {})["in_place"] = "auto"
+            text = json.dumps(described)
         return start(self.place(), text, *arguments, **options)
 
     def start_in_box(self, text: str) -> Live:

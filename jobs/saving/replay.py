@@ -19,7 +19,7 @@ def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float
     found: dict[int, float | None] = {}
     for row in read_lines(metrics):
         step, of = row.get("step"), row.get("attempt")
-        if row.get("evaluation") or not isinstance(step, int) or not isinstance(of, int):
+        if row.get("evaluation") or row.get("lost_samples") or not isinstance(step, int) or not isinstance(of, int):
             continue
         if step > after and of < attempt:
             loss = row.get("loss")

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.sections import replaced
 from muster.jobs.basics.words import counted
 from muster.jobs.models.model_shape import context_of, resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from muster.jobs.spec.rules import TrainRules
     from muster.jobs.spec.split import ParallelSettings
     from muster.jobs.spec.train_fields import ModelSettings
+
+T = TypeVar("T", bound="TrainRules")
 
 # Default number of micro-batches per rank of a pipeline. With 4 ranks, 1f1b then idles 3 / 19 of the time.
 FILL: Final = 4
@@ -39,6 +42,18 @@ def split_of(settings: "TrainRules", world_size: int) -> Parallel:
             f"but the job has {world_size}; set nodes and ranks_per_node to match"
         )
     return _filled(settings, parallel)
+
+
+def with_copies(settings: T, world_size: int) -> T:
+    """Return the settings of a split model with as many copies as a number of ranks can have.
+
+    Other settings, and those that do not fit any number of copies, are returned unchanged.
+    """
+    given = settings.parallel
+    if given is None or given.pipe * given.tensor == 1:
+        return settings
+    copies, left = divmod(world_size, given.pipe * given.tensor)
+    return settings if left or not copies else replaced(settings, parallel=replaced(given, data=copies))
 
 
 def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:

@@ -104,12 +104,38 @@ class Engine:
     # The step as a graph contains it: `graph.Recordable` ------------------------------------------------------------
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run a step eagerly, or record it."""
-        self.optimizer.zero_grad(set_to_none=True)
-        losses = self.runs.run(step, shards)
-        self._advance()
-        self.clock.lap("optimizer")
+        """Run a step eagerly."""
+        losses = self.differentiate(step, shards)
+        self.check()
+        self.update()
         return losses
+
+    def differentiate(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Compute the mean gradients of a step; return the losses."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.runs.run(step, shards)
+
+    @property
+    def is_checked(self) -> bool:
+        """True if the host checks the mean gradients before the update."""
+        return self.before_update is not None
+
+    def check(self) -> None:
+        """Check the mean gradients on the host, if the rank may outlive the ranks that computed them with it."""
+        if self.before_update is not None:
+            self.before_update()
+
+    def update(self) -> None:
+        """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
+        self.scaler.step(
+            self.optimizer,
+            self.replica.gradients(),
+            self.clip_norm,
+            self.model.norm_group,
+            exact=self.same_norm,
+            counted=self.model.counted(),
+        )
+        self.clock.lap("optimizer")
 
     def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
         """List the seeds of a step's forwards, in order."""
@@ -133,19 +159,6 @@ class Engine:
         """Clean up after a recording that failed: forget its gradients and collectives, none of which have run."""
         self.replica.abandon()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _advance(self) -> None:
-        """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
-        if self.before_update is not None:
-            self.before_update()
-        self.scaler.step(
-            self.optimizer,
-            self.replica.gradients(),
-            self.clip_norm,
-            self.model.norm_group,
-            exact=self.same_norm,
-            counted=self.model.counted(),
-        )
 
     def figures(self) -> dict[str, Tensor]:
         """Return additional metrics columns for the last step, as scalars that may still be on the device."""
@@ -174,6 +187,11 @@ class Engine:
             if self.model.world.tensor > 1 or self.graphed is None or not self.graphed.make_room(why):
                 raise
             return work()
+
+    def end_graphs(self) -> None:
+        """Destroy this rank's graphs, also while a frame of an exception refers to them. No replay follows."""
+        if self.graphed is not None:
+            self.graphed.end()
 
     def agree_on_graphs(self) -> None:
         """If a rank has freed its graphs, free those of all ranks: a collective."""

@@ -5,10 +5,12 @@
                                                   replay                        inputs copied in, losses copied out
 
 A graph contains the whole step: forward, backward, the wrapper's communication on its own streams, clipping and the
-optimizer. A graph replays recorded addresses, so everything that outlives a step must stay in place: parameters,
-optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps of another form (the last batch
-of an epoch, an uneven shard) also run eagerly three times, and then get their own graph. Recording executes nothing, so
-the recorded step is replayed at once. Dropout draws from generator states whose seeds are set before each replay.
+optimizer. If ranks may continue in place, a step consists of two graphs. Between them, before the optimizer's graph,
+the host checks that no collective was aborted. A graph replays recorded addresses, so everything that outlives a step
+must stay in place: parameters, optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps
+of another form (the last batch of an epoch, an uneven shard) also run eagerly three times, and then get a graph of
+their own. Recording executes nothing, so the recorded step is replayed at once. Dropout draws from generator states
+whose seeds are set before each replay.
 
 With `cuda_graph: auto`, all ranks record, or none does: they exchange whether each has room for the graph beside an
 eager step, and whether it could record. `jobs/spec/recorded.py` decides about the rest before the first step.
@@ -43,8 +45,25 @@ Form = tuple[Any, ...]
 class Recordable(Protocol):
     """A training step that can be recorded."""
 
+    @property
+    def is_checked(self) -> bool:
+        """True if the host checks the gradients before the update, so that no graph may contain both."""
+        ...
+
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Run the step; return its losses."""
+        ...
+
+    def differentiate(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Run the first half of the step, up to the mean gradients; return its losses."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error if the mean gradients may be wrong. Never recorded."""
+        ...
+
+    def update(self) -> None:
+        """Run the second half of the step, which changes the state."""
         ...
 
     def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
@@ -102,7 +121,7 @@ class GraphedSteps:
             if recorded is None:
                 return self._eagerly(work, step, shards)
             self.recorded[form] = recorded
-        losses = recorded.replay(shards, work.seeds(step, shards))
+        losses = recorded.replay(shards, work.seeds(step, shards), work.check)
         work.replayed()
         self.clock.lap("replay")
         return losses
@@ -149,6 +168,12 @@ class GraphedSteps:
         if self.optional and not self._all_off and self._turned_off(self.off):
             self._release()
 
+    def end(self) -> None:
+        """Destroy all graphs, without a wait for the device. NCCL cannot abort a communicator that a graph uses."""
+        for each in self.recorded.values():
+            each.destroy()
+        self.recorded.clear()
+
     def _release(self) -> None:
         self.recorded.clear()
         torch.cuda.empty_cache()
@@ -163,34 +188,54 @@ class GraphedSteps:
         return self._all_off
 
 
+def parts_of(work: Recordable, step: int, shards: Sequence[ShardInput]) -> list[Callable[[], list[Tensor] | None]]:
+    """Return the parts of a step that become one graph each: two if the host checks the gradients in between."""
+    if not work.is_checked:
+        return [lambda: work.run(step, shards)]
+    return [lambda: work.differentiate(step, shards), work.update]
+
+
 class RecordedStep:
-    """The graph of one step, with its input buffers, its seeds and its losses."""
+    """The graphs of one step, in order, with its input buffers, its seeds and its losses."""
 
     def __init__(
         self, work: Recordable, step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
     ) -> None:
         self.shards = [_own(shard) for shard in shards]
-        self.graph = torch.cuda.CUDAGraph()
+        parts = parts_of(work, step, self.shards)
+        self.graphs = [torch.cuda.CUDAGraph() for _ in parts]
         self.seeds = RecordedSeeds(stream.device, len(work.seeds(step, shards)))
-        self.seeds.register(self.graph)
+        self.seeds.register(self.graphs[0])  # an optimizer draws no random numbers
+        self.losses: list[Tensor] = []
         before = _host_states()
-        # NCCL's watchdog queries events of earlier collectives in its own thread, which must not break the capture.
-        with (
-            work.seeded_by(self.seeds.seed),
-            self.seeds.recording(),
-            torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self.losses = work.run(step, self.shards)
+        with work.seeded_by(self.seeds.seed), self.seeds.recording():
+            for graph, part in zip(self.graphs, parts, strict=True):
+                # NCCL's watchdog queries events of earlier collectives in its own thread, which must not break this.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self.losses = part() or self.losses
         if _host_states() != before:
             raise RuntimeError("it draws random numbers on the host, which would be the same in every replay")
 
-    def replay(self, shards: Sequence[ShardInput], seeds: Sequence[int]) -> list[Tensor]:
-        """Run the step on other inputs of the same form; return its losses as new tensors."""
+    def replay(
+        self, shards: Sequence[ShardInput], seeds: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> list[Tensor]:
+        """Run the step on other inputs of the same form; return its losses as new tensors.
+
+        `check` is called between two graphs.
+        """
         own, given = _tensors(self.shards), _tensors(shards)
         torch._foreach_copy_(own, given, non_blocking=True)
         self.seeds.set(seeds)
-        self.graph.replay()
+        for index, graph in enumerate(self.graphs):
+            if index:
+                check()
+            graph.replay()
         return [loss.clone() for loss in self.losses]
+
+    def destroy(self) -> None:
+        """Destroy the graphs, although objects of this step may still be referenced."""
+        for graph in self.graphs:
+            graph.reset()
 
 
 def form_of(shards: Sequence[ShardInput]) -> Form:

@@ -120,15 +120,13 @@ def train(
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     trainer = replace(trainer, timeline=recorder_of(trainer, files))
     metrics = Metrics(
-        files,
-        trainer.world,
-        trainer.clock,
-        units,
+        *(files, trainer.world, trainer.clock, units),
         attempt=attempt,
         steps=steps,
         patient=saving.patient,
         evaluates=bool(trainer.settings.evaluate),
         epoch_samples=trainer.plan.samples,
+        carried=living.take_carried(first),
     )
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # the profile is written after everything is saved
@@ -163,7 +161,8 @@ def abandoning(saving: NotSaving, metrics: Metrics, living: LivingState) -> Iter
         if living.stays:
             saving.abandon()
             with suppress(ValueError):  # the times of an incomplete step
-                metrics.flush()  # the run's rows may lack these steps
+                metrics.flush()
+            living.carried = metrics.carry()
         raise
 
 

@@ -140,8 +140,10 @@ def join(job: "Job", env: RankEnv, reporter: Reporter, living: LivingState | Non
     make_deterministic(settings)
     reporter.arrived()
     if needs_group(settings.split(env.world_size)):
-        is_over = (lambda: living.orders.has_come) if living is not None and living.stays else None
-        store = connect(env, job.start_timeout_s, is_over)
+        if living is not None and living.stays:
+            store = living.store.open(env, job.start_timeout_s, lambda: living.orders.has_come)
+        else:
+            store = connect(env, job.start_timeout_s)
         held = None if living is None else living.device_index
         world = join_group(store, job, env, meet(store, env, job.start_timeout_s, held))
         world = replace(world, check=None if living is None else living.check)
@@ -232,7 +234,7 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
     if world.rank == 0 and settings_of(job).makes:
         write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     living.connected()
-    saving, replay, first, evaluates = NOT_SAVING, None, 0, False
+    saving, replay, first, evaluates, living.regroups = NOT_SAVING, None, 0, False, False
     if start.in_place is not None:
         source = take_over(living, trainer, reporter)
         first, evaluates = source.done, is_evaluated(trainer, source.done) and not source.evaluated

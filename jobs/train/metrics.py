@@ -26,6 +26,7 @@ from torch import Tensor
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.terminal import warn
+from muster.jobs.train.carried import CarriedStep, gather_carried
 from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.epochs import EpochLog
 from muster.jobs.train.profiling.clock import StepMarks, StepTimes
@@ -103,12 +104,14 @@ class Metrics:
         patient: bool = False,
         evaluates: bool = False,
         epoch_samples: int = 0,
+        carried: Sequence[CarriedStep] | None = None,
     ) -> None:
         # `patient`, with checkpoints: if the disk is full, rows wait in memory, and training ends at the third failed
         # save in a row.
         self.own = RowLog(files.own, patient=patient, say=warn)
         self.run = RowLog(files.run, patient=patient, say=warn) if files.run is not None else None
         self.events = files.events
+        self._carried = carried  # None: no attempt before left its steps to this one
         self.world = world
         self.clock = clock
         self.units = units
@@ -164,12 +167,35 @@ class Metrics:
         `note` has numbers for the other ranks, equally many on each rank. Every rank receives all notes.
         """
         self.flush()
+        if self._carried is not None:
+            self._write_carried(self._carried)
+            self._carried = None
         losses, notes = gather_losses(
             self.world, [step.batch for step in self._steps], [step.losses for step in self._steps], note
         )
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
         return self.write_steps(steps, times, losses, notes)
+
+    def carry(self) -> list[CarriedStep]:
+        """Return the steps since the last log point that have times, for the next attempt to report."""
+        attempt = self.common["attempt"]
+        own = [CarriedStep(attempt, *each) for each in zip(self._steps, self._times, strict=False)]
+        return [*(self._carried or ()), *own]
+
+    def _write_carried(self, carried: Sequence[CarriedStep]) -> None:
+        """Write the run's rows of earlier attempts' last steps, on rank 0: a collective.
+
+        `lost_samples` in a row: samples of the batch that its loss lacks.
+        """
+        left = gather_carried(self.world, carried)
+        rows = []
+        for each in carried:
+            (loss, samples), of_all = left[each.number], each.step.batch.samples
+            row = self._row(each.step, each.times, loss / samples, of_all)
+            rows.append(row | {"attempt": each.attempt, "lost_samples": of_all - samples})
+        if self.run is not None:
+            self.run.append(rows)
 
     def write_steps(
         self,

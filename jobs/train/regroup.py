@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.timeouts import lost_at_once
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.hosts import ranks
@@ -33,9 +34,10 @@ from muster.jobs.node.rank_start import become_another
 from muster.jobs.node.reports import Reporter
 from muster.jobs.tensors.modules import persistent_buffers
 from muster.jobs.tensors.parts import TensorPart, dtype_of
+from muster.jobs.train.carried import CarriedStep
 from muster.jobs.train.data import Data
 from muster.jobs.user import code
-from muster.jobs.world.connections import GroupConnections, leave_group
+from muster.jobs.world.connections import GroupConnections, StoreConnection, leave_group
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.guard import complain
 from muster.jobs.world.world import World
@@ -63,18 +65,24 @@ class NewestState:
     evaluated: bool  # all holders have completed the evaluation that follows this step, if there is one
 
     @classmethod
-    def of(cls, told: Sequence[Sequence[int]]) -> "NewestState":
+    def of(cls, told: Sequence[Sequence[int]], parts: Sequence[Sequence[int]] = (), mine: int = 0) -> "NewestState":
         """Choose the newest of the states that all ranks have told: (steps done, step of the last evaluation). Pure.
 
+        `parts`: the ranks that have each part of a split model. A rank of every part must have this state. The result
+        lists the ranks of part `mine`.
+
         Raises:
-            MusterError: if no rank has a state.
+            MusterError: if there is no such state.
         """
-        newest = max(done for done, _ in told)
-        if newest == NONE:
-            raise MusterError("no rank has kept the state of the last attempt")
-        holders = [rank for rank, (done, _) in enumerate(told) if done == newest]
-        others = [rank for rank in range(len(told)) if rank not in holders]
-        return cls(newest, holders, others, all(told[rank][1] == newest for rank in holders))
+        parts = parts or [range(len(told))]
+        common = set.intersection(*({told[rank][0] for rank in part} for part in parts)) - {NONE}
+        if not common:
+            raise MusterError("no rank has kept the state of the last attempt, or not of the same step")
+        newest = max(common)
+        holders = [rank for rank in parts[mine] if told[rank][0] == newest]
+        others = [rank for rank in parts[mine] if rank not in holders]
+        having = [evaluated for done, evaluated in told if done == newest]
+        return cls(newest, holders, others, all(evaluated == newest for evaluated in having))
 
     def routes(self, *, one_root: bool) -> list[tuple[int, ...]]:
         """List the ways of the state: from a holder to a rank that lacks it, or (`one_root`) from one holder to all.
@@ -98,10 +106,14 @@ class LivingState:
         self.data: Data | None = None
         self.done = NONE
         self.evaluated = NONE
+        self.regroups = False  # this attempt continues in place
+        self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False
-        self._has_passed = False  # this is not the first attempt of this process
+        self._has_passed = False  # the process has passed to another attempt, and completed no step in it
+        self._cleans = False  # the next step first frees what the last attempt has left
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the step in progress
-        self._connections = GroupConnections()
+        self.store = StoreConnection()
+        self._connections = GroupConnections(self.store)
         if self.stays:
             # With NCCL's own handling, a lost peer would end this process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -114,8 +126,9 @@ class LivingState:
         self.trainer, self.done, self._in_step = trainer, done, False
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
-        is_checked = self.stays and trainer.engine.graphed is None
-        trainer.engine.before_update = self.check if is_checked else None
+        if self.stays and trainer.engine.stages is not None:
+            trainer.engine.scaler.agrees = True  # no stage is updated before all stages have their mean gradients
+        trainer.engine.before_update = self.check if self.stays and not why_unique(trainer) else None
 
     @cached_property
     def own_code(self) -> dict[str, str]:
@@ -151,15 +164,21 @@ class LivingState:
     def begin_step(self) -> None:
         """Copy what a forward changes, which are the running statistics of batch norms."""
         self._in_step = True
+        if self._cleans:  # after the first step, so that it does not delay this one
+            self._cleans = False
+            gc.collect()  # what the last attempt has left in cycles of references, such as data-loader processes
         for buffer, room in self._buffers:
             room.copy_(buffer)
 
     def step_done(self, done: int) -> None:
         """Record that this rank has updated its parameters, for the `done`-th time."""
         self.done, self._in_step = done, False
-        if self._has_passed:  # what the last attempt has left in cycles of references, such as data-loader processes
-            self._has_passed = False
-            gc.collect()
+        self._cleans, self._has_passed = self._has_passed, False
+
+    def take_carried(self, first: int) -> list[CarriedStep] | None:
+        """Return the steps up to `first` that no attempt has reported; None if this attempt does not go on in place."""
+        carried, self.carried = [each for each in self.carried if each.number <= first], []
+        return carried if self.regroups else None
 
     def undo_step(self) -> None:
         """Undo what an incomplete step has changed."""
@@ -180,10 +199,11 @@ class LivingState:
         if not self.stays:
             yield
             return
-        self._connections = GroupConnections()
+        self._connections = GroupConnections(self.store)
         self.orders.work(self._connections.cut)
         try:
-            yield
+            with lost_at_once():
+                yield
         except Interrupted:
             raise
         except Exception as error:
@@ -200,7 +220,9 @@ class LivingState:
         self, why: str, reporter: Reporter, *, timeout_s: float | None = PATIENCE_S
     ) -> Mapping[str, Any] | None:
         """Leave the group, and wait for an order; return None if none comes."""
-        self._connections.cut()  # the other ranks notice at once
+        if self.trainer is not None:
+            self.trainer.engine.end_graphs()
+        self._connections.leave()  # the other ranks notice at once
         page.own.enter(Phase.START)
         why = why.split(". This is typically")[0]  # gloo's advice
         reporter.waiting(of=ranks.read(os.environ).attempt, step=max(self.done, 0), why=why)
@@ -216,13 +238,32 @@ class LivingState:
 def replicas_of(trainer: "Trainer") -> tuple[list[tuple[int, int, int]], str]:
     """List the groups of ranks of which one must live, as (first, count, stride); none, and why, if all must."""
     engine, world = trainer.engine, trainer.world
-    if engine.graphed is not None:  # the host could not check the gradients before the update
-        return [], "steps are recorded as CUDA graphs"
-    if trainer.settings.sync not in COPIED or engine.stages is not None or world.tensor > 1:
-        return [], "no rank has a copy of the state of another"
+    if why := why_unique(trainer):
+        return [], why
     # Only rank 0 has the running statistics of batch norms.
     buffers = any(True for _ in persistent_buffers(engine.module))
-    return [(0, world.size, 1), *([FIRST] if buffers else [])], ""
+    parts = [(part[0], len(part), world.tensor) for part in parts_of(world)]
+    return [*parts, *([FIRST] if buffers else [])], ""
+
+
+def parts_of(world: World) -> list[range]:
+    """List the ranks that have copies of the same part of a model, for every part."""
+    stage = world.data_ranks * world.tensor
+    firsts = [first + tensor for first in range(0, world.size, stage) for tensor in range(world.tensor)]
+    return [range(first, first + stage, world.tensor) for first in firsts]
+
+
+def why_unique(trainer: "Trainer") -> str:
+    """Return why no rank has the state of another; "" if all ranks have all of the state."""
+    world, stages = trainer.world, trainer.engine.stages
+    is_split = stages is not None or world.tensor > 1
+    if trainer.settings.sync not in COPIED or (is_split and trainer.settings.parallel is None):
+        return "no rank has a copy of the state of another"
+    if is_split and world.device.type == "cuda":
+        return "a split model continues in place on CPUs only"
+    if stages is not None and trainer.engine.model.whole.buffers:
+        return "the stages have running statistics, which only one copy of each has"
+    return ""
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
@@ -234,7 +275,9 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
     """
     began_s, world, engine = time.monotonic(), trainer.world, trainer.engine
     told = world.gather(torch.tensor([living.done, living.evaluated], device=world.device))
-    source = NewestState.of([each.tolist() for each in told])
+    parts = parts_of(world)
+    mine = next(index for index, part in enumerate(parts) if world.rank in part)
+    source = NewestState.of([each.tolist() for each in told], parts, mine)
     if living.done == source.done:
         living.undo_step()
     own = {} if living.trainer is None else {part.piece.name: part for part in living.trainer.engine.state.copies()}
@@ -244,10 +287,11 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
         received = pass_on(own, route, world)
         if world.rank in route and world.rank in source.others:
             own = received | {name: part for name, part in own.items() if name in buffers}
-    for part in engine.wanted_state({name: part.piece for name, part in own.items()}):
+    for part in engine.state.wanted_copies({name: part.piece for name, part in own.items()}):
         with torch.no_grad():
             part.tensor.copy_(own[part.piece.name].tensor)
     engine.replica.refresh()
+    living.regroups = True
     behind = sum(0 <= done < source.done for done, _ in (each.tolist() for each in told))
     living.hold(trainer, source.done)
     if world.rank == 0:

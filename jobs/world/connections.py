@@ -1,4 +1,4 @@
-"""The network connections that a rank opens for one process group, and how to close them from another thread.
+"""The network connections of a rank: to the store, and to one process group. How to close them from another thread.
 
 gloo cannot abort a collective. But if a connection closes, the collective fails at once, here and at the other end.
 NCCL can abort its communicator: its kernels end, with wrong results, and the host continues. So nothing that follows a
@@ -8,27 +8,68 @@ collective on the device may change the state before the host has seen the colle
 import os
 import socket
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.world.meeting import connect, prefix_of
 
 OPEN: Final = Path("/proc/self/fd")
 FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
-class GroupConnections:
-    """The TCP connections opened since this object was made, or until `complete` was called."""
+class StoreConnection:
+    """A rank's connection to the store of the attempt. Attempts in place may share one store, and this connection."""
 
     def __init__(self) -> None:
-        self._before = _sockets()
+        self._at = ("", 0)
+        self._store: Store | None = None
+        self.inodes: frozenset[int] = frozenset()
+
+    def open(self, env: RankEnv, timeout_s: float, is_over: Callable[[], bool]) -> Store:
+        """Return the store of an attempt; connect unless this rank already is connected. Errors as for `connect`."""
+        at = (env.master_addr, env.master_port)
+        if self._store is not None and at == self._at:
+            return PrefixStore(prefix_of(env), self._store)
+        self.drop()
+        before = _sockets()
+        store = connect(env, timeout_s, is_over)
+        if env.agent_store:
+            assert isinstance(store, PrefixStore)
+            self._at, self._store, self.inodes = at, store.underlying_store, _sockets() - before
+        return store
+
+    def drop(self) -> None:
+        """Forget the store, so that the next attempt connects anew."""
+        self._store, self.inodes = None, frozenset()
+
+
+class GroupConnections:
+    """The TCP connections opened since this object was made, or until `complete` was called.
+
+    The connection to the store counts as one of them until `complete`, because a rank may wait for an answer of it.
+    """
+
+    def __init__(self, store: StoreConnection) -> None:
+        self._store = store
+        self._before = _sockets() - store.inodes
         self._opened: frozenset[int] | None = None  # None: connections are still being made
         self._is_aborted = False
 
     def complete(self) -> None:
         """Record that all connections have been made. Those that are opened later belong to something else."""
-        self._opened = _sockets() - self._before
+        self._opened = _sockets() - self._before - self._store.inodes
+
+    def leave(self) -> None:
+        """Cut the connections. Also forget the store if they were incomplete, because it was cut, too."""
+        self.cut()
+        if self._opened is None:
+            self._store.drop()
 
     def cut(self) -> None:
         """Shut down all of these connections, and abort NCCL's communicator."""

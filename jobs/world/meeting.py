@@ -35,7 +35,7 @@ def connect(env: RankEnv, timeout_s: float, is_over: Callable[[], bool] | None =
         RefusedError: if the master port is taken.
         StartTimeoutError: if nothing answered at the master address in time.
     """
-    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives a restart, and contains other keys
+    prefix = prefix_of(env)
     if env.world_size == 1 and not env.agent_store:
         return PrefixStore(prefix, HashStore())
     deadline = time.monotonic() + timeout_s
@@ -72,6 +72,11 @@ def connect(env: RankEnv, timeout_s: float, is_over: Callable[[], bool] | None =
             break
     store.set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(prefix, store)
+
+
+def prefix_of(env: RankEnv) -> str:
+    """Return the prefix of an attempt's keys. Its store may also serve other attempts, and torchrun's own keys."""
+    return f"muster/attempt-{env.attempt}"
 
 
 def listen(env: RankEnv) -> socket.socket:

@@ -16,7 +16,7 @@ from muster.launch.look.history import ON_PURPOSE, AttemptHistory, read_history
 from muster.launch.look.history_view import attempt_lines
 from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.advice import for_run, next_step
-from muster.launch.records.runrows import Rows, read_ending, read_rows
+from muster.launch.records.runrows import Rows, read_ending, read_rows, read_victims
 from muster.launch.records.runstate import OVER, RunState, is_here, read_state
 from muster.launch.records.stragglers import Straggler
 from muster.launch.records.verdict import RankEnd, judge, lost_too
@@ -99,7 +99,7 @@ def explain(run: RunDir) -> Explanation:
         attempt=verdict.get("attempt"),
         started=verdict.get("started") or state.started,
         first=first,
-        victims=tuple(filter(None, map(read_ending, verdict.get("victims") or ()))),
+        victims=read_victims(verdict),
         known=_known(run, state, rows) if state.state == "lost" else (),
         stragglers=state.stragglers,
         history=read_history(run, state),

@@ -153,6 +153,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "last_lines": _lines,
     "first": _record,
     "victims": _records,
+    "more_victims": texts,
     "stragglers": _raw_records,
 }
 

@@ -2,13 +2,16 @@
 
 import statistics
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import reading
+from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common import rankset
 from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
 from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
@@ -129,6 +132,17 @@ def read_ending(row: Mapping[str, Any] | None) -> RankEnd | None:
     given = {key: value for key, value in row.items() if key in names}
     defaults = {"rank": None, "node": 0, "host": "?", "code": None, "signal": None, "ended": row.get("time", 0.0)}
     return RankEnd(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
+
+
+def read_victims(row: Mapping[str, Any]) -> tuple[RankEnd, ...]:
+    """Read the victims in a typed row of attempts.jsonl. Of those that it only lists as ranges, the rest is unknown."""
+    victims = [*filter(None, map(read_ending, row.get("victims") or ()))]
+    for text in row.get("more_victims") or ():
+        cause, _, ranks = text.partition(" ")
+        with suppress(UsageError):  # a row of a later version
+            found = sorted(rankset.parse(ranks, option="more_victims", count=MOST_RANKS))
+            victims += filter(None, (read_ending({"rank": rank, "cause": cause}) for rank in found))
+    return tuple(victims)
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:

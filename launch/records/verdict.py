@@ -14,11 +14,14 @@ first: the kernel closes a dying process's sockets before its parent can see tha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from muster.jobs.basics import errors, exits
 from muster.jobs.machine.linux import signal_number
+from muster.launch.common import rankset
 from muster.launch.wire.messages import Exited
+
+MOST_VICTIMS: Final = 1000  # that a row describes one by one, so that the row stays short enough to be read
 
 Cause = Literal["done", "stopped", "peer", "tolerated", "own"]
 
@@ -95,13 +98,24 @@ class Verdict:
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:
-        """Return the row for attempts.jsonl, without times and advice."""
+        """Return the row for attempts.jsonl, without times and advice.
+
+        Of the ranks behind the first MOST_VICTIMS victims, it has only ranges by cause: `more_victims`.
+        """
+        shown, more = self.victims[:MOST_VICTIMS], self.victims[MOST_VICTIMS:]
+        ranks: dict[str, list[int]] = {}
+        for each in more:
+            if each.rank is not None:
+                ranks.setdefault(each.cause, []).append(each.rank)
+        shown += tuple(each for each in more if each.rank is None)
+        folded = [f"{cause} {part}" for cause, some in ranks.items() for part in rankset.fold(some).split(", ")]
         return {
             "class": self.name,
             "code": self.code,
             "message": self.message,
             "first": asdict(self.first) if self.first else None,
-            "victims": [asdict(victim) for victim in self.victims],
+            "victims": [asdict(victim) for victim in shown],
+            **({"more_victims": folded} if folded else {}),
         }
 
 

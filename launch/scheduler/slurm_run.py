@@ -16,7 +16,7 @@ from muster.launch.plan.spares import nodes_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.runrows import number, read_ending, read_rows, real
+from muster.launch.records.runrows import number, read_ending, read_rows, read_victims, real
 from muster.launch.records.slurm_job import last_row
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
@@ -96,9 +96,7 @@ def show_end(run: RunDir, console: Console, ended: dict[str, Any]) -> None:
     attempt = ended.get("attempt")
     row = next((row for row in typed_lines(run.attempts) if row.get("attempt") == attempt and attempt is not None), {})
     code, message = number(ended.get("code")) or 0, str(ended.get("message") or "")
-    verdict = Verdict(
-        code, message, read_ending(row.get("first")), tuple(filter(None, map(read_ending, row.get("victims") or ())))
-    )
+    verdict = Verdict(code, message, read_ending(row.get("first")), read_victims(row))
     began = real(row.get("started")) or real(read_rows(run).submitted.get("time"))
     until = real(ended.get("time")) or time.time()
     advice = str(row.get("next_step") or next_step(verdict.name, row.get("first"), message))

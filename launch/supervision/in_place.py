@@ -5,6 +5,12 @@
                  node 0: rank  3 starts, and waits
     attempt 2    node 0: ranks 0 1    node 1: ranks 2 3        rank 3 has become rank 1, and receives the state
 
+A split model has copies if `parallel.data` is greater than 1, and every part of a copy needs a rank. Ranks that are
+left over end, and replacements start for them, too:
+
+    stage 0    ranks 0 1    rank 1 is killed    stage 0    rank 0        rank 3 ends, because its copy lacks a stage
+    stage 1    ranks 2 3                        stage 1    rank 1 (2)
+
 Ranks that hold the same state form a group (`jobs/train/regroup.py` reports them). As long as one rank of each group
 lives, nothing is lost. In all other cases the run restarts from the newest checkpoint.
 """
@@ -16,6 +22,7 @@ from typing import Final
 from muster.jobs.basics.words import counted, spell_ranks
 from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.spec.failover import RestartSettings
+from muster.jobs.spec.modes import Parallel
 from muster.launch.records.verdict import RankEnd
 
 TRIES: Final = 2  # attempts in a row that may begin in place without completing a step
@@ -41,18 +48,52 @@ class Regrouping:
         return [frozenset(rank for rank, old in self.adopted.items() if old in group) for group in before]
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a split model, by its place in the mesh (`pipe/mesh.py`). All its copies have the same state."""
+
+    stage: int
+    tensor: int
+
+    @classmethod
+    def of(cls, rank: int, data: int, tensor: int) -> "Part":
+        """Return the part of a rank among `data` copies."""
+        return cls(rank // (data * tensor), rank % tensor)
+
+
+def of_whole_copies(living: Collection[int], split: Parallel) -> set[int]:
+    """Return the living ranks that together have as many copies of every part as of the rarest one."""
+    size, alive = split.tensor, {*living}
+    stages = [
+        [
+            first
+            for first in range(start, start + split.data * size, size)
+            if alive.issuperset(range(first, first + size))
+        ]
+        for start in range(0, split.world_size, split.data * size)
+    ]  # the first ranks of complete stages
+    copies = min(len(each) for each in stages)
+    return {first + tensor for each in stages for first in each[:copies] for tensor in range(size)}
+
+
 def regroup(
     placement: Placement,
     slots: Sequence[int],
     living: Collection[int],
     joiners: Mapping[int, int],
     place: Callable[[int], NodePlacement],
+    split: Parallel | None = None,
 ) -> Regrouping:
     """Number the living ranks of an attempt anew, in their old order. Nodes without a rank are left out.
 
     `joiners`: {number so far: slot} of ranks that wait to join. They come last on their node, and nodes with none but
-    joiners come last, so that rank 0 has the state. `place(slot)`: the node of a slot.
+    joiners come last, so that rank 0 has the state. `place(slot)`: the node of a slot. `split`: that of the attempt. A
+    rank that continues keeps its part of the model. If that is impossible, the result has no ranks.
     """
+    split = split or Parallel(data=placement.world_size)
+    parts = split.pipe * split.tensor
+    if parts > 1:
+        living = of_whole_copies(living, split)
     here = {
         slot: [rank for rank in node.rank_range if rank in living]
         for slot, node in zip(slots, placement.nodes, strict=False)
@@ -61,12 +102,30 @@ def regroup(
         here.setdefault(slot, []).append(rank)
     kept = [slot for slot, ranks in here.items() if ranks]
     kept.sort(key=lambda slot: all(rank in joiners for rank in here[slot]))
-    nodes, adopted = list[NodePlacement](), dict[int, int]()
-    for slot in kept:
-        first = len(adopted)
-        adopted |= {first + index: rank for index, rank in enumerate(here[slot])}
-        nodes.append(replace(place(slot), node_rank=len(nodes), first_rank=first, ranks=len(here[slot])))
-    return Regrouping(tuple(kept), tuple(nodes), adopted)
+    copies, left = divmod(sum(len(here[slot]) for slot in kept), parts)
+    chosen, nodes, adopted = list[int](), list[NodePlacement](), dict[int, int]()
+
+    def placed(slot: int) -> list[int]:
+        """Order a node's ranks so that each gets its own part, from the next free number on; [] if that fails."""
+        order, free = list[int](), [*here[slot]]
+        for number in range(len(adopted), len(adopted) + len(free)):
+            wanted = Part.of(number, copies, split.tensor)
+            fits = (rank for rank in free if rank in joiners or Part.of(rank, split.data, split.tensor) == wanted)
+            if (rank := next(fits, None)) is None:
+                return []
+            free.remove(rank)
+            order.append(rank)
+        return order
+
+    while kept and copies and not left:
+        slot, order = next(((slot, order) for slot in kept if (order := placed(slot))), (0, []))
+        if not order:
+            return Regrouping((), (), {})
+        kept.remove(slot)
+        chosen.append(slot)
+        nodes.append(replace(place(slot), node_rank=len(nodes), first_rank=len(adopted), ranks=len(order)))
+        adopted |= {len(adopted) + index: rank for index, rank in enumerate(order)}
+    return Regrouping(tuple(chosen), tuple(nodes), adopted)
 
 
 def missing(placement: Placement, slots: Sequence[int], idle: Collection[int], full: Callable[[int], int]) -> list[int]:

@@ -88,13 +88,20 @@ class CheckpointChosen:
 
 
 @dataclass(frozen=True)
+class TaskFailed:
+    """A coroutine in the background has failed, which ends the run."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
 class Noticed:
     """The scheduler has answered whether it is about to end the job."""
 
     answer: asyncio.Future[Notice | None]
 
 
-Event = Heard | NodeChannelClosed | Failed | Refused | StopRequest | Tick | CheckpointChosen | Noticed
+Event = Heard | NodeChannelClosed | Failed | Refused | StopRequest | Tick | CheckpointChosen | Noticed | TaskFailed
 
 ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # signals that end a process without a handler
 SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
@@ -151,10 +158,15 @@ class Inbox:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # an earlier run in this process blocked these signals
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background until `close`."""
+        """Run a coroutine in the background until `close`. Its error becomes an event."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.put(TaskFailed(error))
 
     def close(self, code: int) -> None:
         """Stop reading and ticking, and send every agent Bye with `code`, the run's exit code."""

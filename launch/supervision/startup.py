@@ -6,7 +6,8 @@
                                                                        │
                                           plans ──→ start messages ←───┘
 
-On one machine there is nothing to reach, so the second step is skipped. So it is if ranks continue in place.
+On one machine there is nothing to reach, so the second step is skipped. So it is if ranks continue in place. If node 0
+stays the same, they also keep the store of the attempt before (`meet_again`), where each attempt has keys of its own.
 """
 
 import secrets
@@ -58,6 +59,7 @@ class Startup:
         self.port = 0
         self.nonce = secrets.token_hex(16)
         self.begun = False  # the ranks are being started
+        self.serves = False  # node 0's agent serves the store
         self.starts: Iterator[tuple[int, wire.Start]] = iter(())  # of the nodes that have not been started yet
         self.starting = False  # some nodes have not been started yet
         self.complete = False  # every node has answered or failed; from now on messages are sent to them
@@ -93,8 +95,17 @@ class Startup:
         }
         if failed:
             return self._report(failed)
+        if self.port:
+            return self._start()
         self.send(0, prepare_message(self.context, self.roster.nodes[0].hello))
         return None
+
+    def meet_again(self, before: "Startup") -> None:
+        """Let ranks meet at the store of the attempt before, if an agent serves it. Node 0 must be the same."""
+        if before.serves:
+            self.port, self.serves = before.port, True
+            address = before.context.placement.master_addr
+            self.context = replace(self.context, placement=self.context.placement.meeting_at(address))
 
     def check_begun(self, message: wire.FromAgent) -> None:
         """Refuse messages about ranks before any rank has been started.
@@ -246,7 +257,7 @@ class Startup:
                 write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
         except MusterError as error:
             return Stop(error.exit_code, str(error))
-        self.begun = True
+        self.begun, self.serves = True, machines[0].torch and context.entry is not None
         self.announce(plans)
         starts: Iterable[wire.Start] = start_messages(context, plans, store=machines[0].torch, master_port=self.port)
         if context.adopted:  # ranks wait already, so they get their orders before the files are written

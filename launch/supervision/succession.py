@@ -3,7 +3,7 @@
 `launch/supervision/recovery.py` decides whether there is a next attempt.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -11,7 +11,10 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts.placement import Placement
+from muster.jobs.spec.expand import split_of, with_copies
 from muster.jobs.spec.job import Job
+from muster.jobs.spec.modes import Parallel
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import RankEnd, Verdict
@@ -94,16 +97,28 @@ class Succession:
             tries=len([*takewhile(lambda each: each.unproven, unproven)]) + bool(unproven),
             nodes=len(alive),
             least=min(self._least(), len(slots)),
-            misfit=self._misfit_of,
+            misfit=lambda world_size: self._misfit_of(world_size, in_place=True),
         )
         return why or regrouping
 
     def regrouped(self, attempt: Attempt, slots: Sequence[int]) -> Regrouping:
-        """Number the ranks anew that live, and those that are ready to join them."""
+        """Number the ranks anew that live, and those that are ready to join them if there are enough for a copy."""
         joiners = {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ready}
-        nodes = self.run_nodes.nodes
-        running = attempt.roster.running
-        return regroup(attempt.context.placement, slots, running, joiners, lambda slot: nodes[slot].place)
+        found = self._regrouped(attempt, slots, joiners)
+        return found if found.adopted else self._regrouped(attempt, slots, {})
+
+    def _regrouped(self, attempt: Attempt, slots: Sequence[int], joiners: Mapping[int, int]) -> Regrouping:
+        nodes, before, living = self.run_nodes.nodes, attempt.context.placement, attempt.roster.running
+        settings = attempt.context.job.settings
+        split = split_of(settings, before.world_size) if isinstance(settings, TrainSettings) else Parallel()
+        return regroup(before, slots, living, joiners, lambda slot: nodes[slot].place, split)
+
+    def fitted(self, world_size: int) -> Job:
+        """Return the job for an attempt in place, with as many copies of a split model as its ranks can have."""
+        settings = self.job.settings
+        if not isinstance(settings, TrainSettings):
+            return self.job
+        return self.job.model_copy(update={"settings": with_copies(settings, world_size)})
 
     def can_be_joined(self, attempt: Attempt) -> bool:
         """Return whether ranks can join those of an attempt, because these train and have copies of all state."""
@@ -115,7 +130,9 @@ class Succession:
         """List the slot of every rank that could join an attempt; empty if the job cannot run on that many ranks."""
         nodes = self.run_nodes.nodes
         found = missing(attempt.context.placement, slots, idle, lambda slot: nodes[slot].place.ranks)
-        return [] if self._misfit_of(attempt.context.placement.world_size + len(found)) else found
+        joiners = dict(enumerate(found, attempt.roster.next_rank))
+        world_size = self._regrouped(attempt, slots, joiners).world_size
+        return [] if world_size < len(found) or self._misfit_of(world_size, in_place=True) else found
 
     def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> NodeChoice | None:
         """Choose the next attempt's nodes from `alive` (None: all with an agent). The last attempt ran on `slots`."""
@@ -141,9 +158,10 @@ class Succession:
         """Return why the job cannot run on the ranks of some nodes; "" if it can."""
         return self._misfit_of(sum(self.run_nodes.nodes[slot].place.ranks for slot in slots))
 
-    def _misfit_of(self, world_size: int) -> str:
+    def _misfit_of(self, world_size: int, *, in_place: bool = False) -> str:
+        job = self.fitted(world_size) if in_place else self.job
         try:
-            BY_KEY[self.job.kind].check(self.job.settings, world_size)
+            BY_KEY[job.kind].check(job.settings, world_size)
         except RefusedError as error:
             return str(error)
         return ""

@@ -38,6 +38,7 @@ from muster.launch.supervision.inbox import (
     Noticed,
     Refused,
     StopRequest,
+    TaskFailed,
     Tick,
     requested,
 )
@@ -215,6 +216,8 @@ class Supervisor:
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask, stays)
         if before is not None and before.regrouping is not None:
             self.attempt.groups = before.regrouping.groups(before.groups)
+            if before.roster.nodes[0] is nodes[0]:
+                self.attempt.startup.meet_again(before.startup)
         if self.stop is not None:  # the stop was requested between two attempts
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
@@ -251,6 +254,9 @@ class Supervisor:
 
     def _regroup(self, regrouping: Regrouping) -> bool:
         """Place the next attempt on the ranks that continue; return False on a stop request."""
+        for slot in self.slots:  # a node may have a rank whose copy of a split model has lost another rank
+            if slot not in regrouping.slots and self.run_nodes.nodes[slot].is_alive:
+                self.run_nodes.send(slot, StopRanks(self._current.number, 0.0))
         joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
         kept = {**self._current.story.newest, "joining": joining}
         self._turn(regrouping.slots, {"in_place": kept, "resume": None}, regrouping)
@@ -261,6 +267,7 @@ class Supervisor:
         self.rank_of = {slot: rank for rank, slot in enumerate(slots)}
         self.context = replace(
             self.context,
+            job=self.job if regrouping is None else self.succession.fitted(regrouping.world_size),
             attempt=self.context.attempt + 1,
             placement=self.succession.placement(self.context.placement, slots, regrouping),
             spares=(),
@@ -336,6 +343,9 @@ class Supervisor:
                 self._current.noticed(answer.result())
             case Tick():
                 self._on_tick()
+            case TaskFailed(error):
+                self.log.event("warning", text=f"the supervisor failed: {type(error).__name__}: {error}")
+                raise error
         while self.run_nodes.broken:
             self._on_gone(NodeChannelClosed(self.run_nodes.broken.pop()))
 

@@ -107,6 +107,23 @@ def test_a_lost_connection_names_the_bucket_and_who_said_nothing(on_ranks):
     assert is_lost_connection(RuntimeError(text))
 
 
+def lost(world: World, text: str) -> str:
+    """Only rank 0 loses its connection, so the others never report."""
+    with mock.patch.object(timeouts, "LOST_S", 600.0), timeouts.lost_at_once():
+        try:
+            if world.rank == 0:
+                explain(RuntimeError(text), ENTERED, 7.0, world.group)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_continues_in_place_does_not_wait_for_reports_of_the_others(on_ranks):
+    gloo = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:142"
+    text, *_ = on_ranks(3, lost, text=gloo)
+    assert text.endswith(f"failed: a connection was lost; no report from ranks 1-2: {gloo}")
+
+
 def test_an_error_that_is_no_failed_connection_is_left_as_it_is():
     error = RuntimeError("expected scalar type Float but found Double")
     with pytest.raises(RuntimeError, match="expected scalar type Float") as raised:

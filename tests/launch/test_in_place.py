@@ -115,6 +115,71 @@ def test_a_second_rank_is_lost_while_the_others_regroup(tmp_path: Path, uninterr
     assert hashes(live.run.path) == uninterrupted({})
 
 
+def test_steps_since_the_last_log_point_have_rows_without_the_lost_samples(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(train={"log_every": 20, "steps": 100}))
+    wait_step(live, 20)
+    pid = pids(live, 0)[2]
+    seen = live.run.attempt(0).metrics(1)
+    wait_until(lambda: any(row["step"] > 22 for row in read_lines(seen)), "steps behind the log point")
+    os.kill(pid, signal.SIGKILL)
+    assert live.end() == 0, live.err
+    rows = [row for row in read_lines(live.run.metrics) if "step_s" in row]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert len(rows) >= 99  # rank 0 may have been a step behind
+    partial = [row for row in rows if row.get("lost_samples")]
+    assert partial
+    assert all(row["attempt"] == 0 and 0 < row["lost_samples"] < 24 and row["loss"] > 0 for row in partial)
+
+
+def test_two_of_four_ranks_are_lost_at_once(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job())
+    wait_step(live, 10)
+    both = [pids(live, 0)[rank] for rank in (0, 3)]
+    for pid in both:
+        os.kill(pid, signal.SIGKILL)
+    assert live.end() == 0, live.err
+    sizes = [row["world_size"] for row in read_lines(live.run.attempts)]
+    assert sizes[0] == sizes[-1] == 4
+    assert 2 in sizes
+    assert live.events("loaded") == []
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_agent_of_a_node_is_killed(tmp_path: Path, uninterrupted: Any, number: int) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, min_nodes=2))
+    wait_step(live, 10)
+    os.kill(json.loads(live.run.attempt(0).node(number).read_text())["pid"], signal.SIGKILL)  # node 0 serves the store
+    assert live.end() == 0, live.err
+    first, second, *_ = read_lines(live.run.attempts)
+    assert (first["next"], second["world_size"]) == ("attempt 1 on 3 ranks, in place", 3)
+    assert live.events("loaded") == []
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+def test_a_rank_is_lost_while_another_one_is_ready_to_join(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job())
+    wait_step(live, 10)
+    kill(live, 0, 2)
+    (joining,) = live.wait_for("joining")
+    kill(live, joining["attempt"], 1)  # it trains, while the replacement starts
+    assert live.end() == 0, live.err
+    assert live.events("loaded") == []
+    assert live.events("attempt")[-1]["world_size"] == 4
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+def test_ranks_restart_from_the_disk_if_one_is_suspended(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job().replace('"grace_s": 1.0', '"grace_s": 1.0, "hang_s": 3.0'))
+    live.wait_for("saved")
+    os.kill(pids(live, 0)[2], signal.SIGSTOP)
+    assert live.end() == 0, live.err
+    (told,) = live.events("not_in_place")
+    assert told["why"] == "the failure may be one of the program"
+    assert len(live.events("loaded")) == 1
+    assert hashes(live.run.path) == uninterrupted({})
+
+
 def test_a_joining_rank_is_killed_and_another_one_joins(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1))
     wait_step(live, 10)
@@ -144,6 +209,34 @@ def test_the_source_of_the_state_is_killed_while_a_rank_joins(tmp_path: Path, un
     assert hashes(live.run.path) == uninterrupted({})
 
 
+@pytest.mark.parametrize(("nodes", "victim"), [(1, 1), (4, 2)])
+def test_a_pipeline_leaves_and_another_one_joins(tmp_path: Path, nodes: int, victim: int) -> None:
+    split = {"data": 2, "pipe": 2, "sync": "bucketed", "microbatches": 2}
+    model = {**MODEL, "layers": 3, "dropout": 0.0}
+    train = {"parallel": split, "model": model, "mode": None, "exact": None, "virtual_ranks": None}
+
+    def text(**more: Any) -> str:
+        described = json.loads(job(train=train, **more))
+        described["train"] = {key: value for key, value in described["train"].items() if value is not None}
+        return json.dumps(described)
+
+    live = LiveRun(tmp_path, text(nodes=nodes, ranks=4 // nodes, min_nodes=1))
+    before = pids(live, 0)
+    wait_step(live, 10)
+    kill(live, 0, victim)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 2, 4]
+    assert live.events("loaded") == []
+    assert len(set(before.values()) & set(pids(live, 2).values())) == 2
+    no_step_is_repeated(live)
+    (tmp_path / "whole").mkdir()
+    whole = LiveRun(tmp_path / "whole", text())
+    assert whole.end() == 0, whole.err
+    losses = [{row["step"]: row["loss"] for row in read_lines(each.run.metrics)} for each in (live, whole)]
+    assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)
+    assert live.left() == []
+
+
 @pytest.mark.parametrize(
     ("train", "why"),
     [
@@ -166,8 +259,11 @@ def test_otherwise_all_ranks_restart_from_the_disk(tmp_path: Path, uninterrupted
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
-def test_a_gpu_rank_continues_alone_and_another_joins_it(tmp_path: Path, uninterrupted: Any, mode: str) -> None:
-    train = {"virtual_ranks": 2, "deterministic": True, "steps": 300, "mode": mode, "cuda_graph": False}
+@pytest.mark.parametrize("graph", [False, "auto"])
+def test_a_gpu_rank_continues_alone_and_another_joins_it(
+    tmp_path: Path, uninterrupted: Any, mode: str, graph: Any
+) -> None:
+    train = {"virtual_ranks": 2, "deterministic": True, "steps": 300, "mode": mode, "cuda_graph": graph}
     live = LiveRun(tmp_path, job(ranks=2, train=train))
     before = pids(live, 0)
     wait_step(live, 20)
@@ -175,5 +271,8 @@ def test_a_gpu_rank_continues_alone_and_another_joins_it(tmp_path: Path, uninter
     assert live.end() == 0, live.err
     assert [row["world_size"] for row in read_lines(live.run.attempts)] == [2, 1, 2]
     assert pids(live, 2)[0] == before[0]
+    for attempt in range(3):  # graphs are recorded anew
+        said = live.run.attempt(attempt).out(0).read_text()
+        assert ("steps are replayed from a CUDA graph" in said) == (graph == "auto"), said
     no_step_is_repeated(live)
     assert hashes(live.run.path) == uninterrupted(train)

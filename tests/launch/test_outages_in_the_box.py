@@ -90,8 +90,9 @@ def stop(live: LiveRun) -> list[dict[str, Any]]:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    """The loss of each step; one that was done again counts once."""
-    return {row["step"]: row["loss"] for row in read_lines(run.metrics) if "step_s" in row}
+    """The loss of each step; one that was done again counts once, and one without all of its samples not at all."""
+    rows = (row for row in read_lines(run.metrics) if "step_s" in row and not row.get("lost_samples"))
+    return {row["step"]: row["loss"] for row in rows}
 
 
 def check_losses(live: LiveRun, folder: Path, *, lacking: int = 0) -> None:

@@ -125,6 +125,19 @@ class ModelState:
             require_same_form(piece, stored[piece.name])
         return parts
 
+    def wanted_copies(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
+        """List the parts to fill from the `copies` of a rank with the same layers. Call this before the first step.
+
+        Raises:
+            RefusedError: if that rank has other layers.
+        """
+        module = self.replica.module
+        own = [*buffer_parts(module), *self._more(), *parameter_parts(module)]
+        optimizer = {name: piece for name, piece in stored.items() if name.startswith(OPTIMIZER)}
+        if {part.piece.name for part in own} != stored.keys() - optimizer.keys():
+            raise RefusedError("the layers of this rank are not those of the rank whose state it takes over")
+        return [*own, *stored_optimizer(module, self.optimizer, optimizer)]
+
     def _read(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
         """List the parameters of this rank's layers and the stored optimizer state, under this rank's names."""
         module, ranges = self.replica.module, self.replica.ranges(self.optimizer)

@@ -1,5 +1,6 @@
 """Recorded steps, as far as a machine without a CUDA device can tell; `test_graph_gpu.py` has the rest."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.engine import build_engine
-from muster.jobs.train.graph import GraphedSteps, form_of, require_no_hooks
+from muster.jobs.train.graph import GraphedSteps, form_of, parts_of, require_no_hooks
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate
@@ -130,3 +131,31 @@ def test_a_learning_rate_in_a_tensor_is_overwritten_and_trains_as_a_number_does(
         trained.append(parameter.detach().clone())
     if name == "sgd":
         assert torch.equal(*trained)
+
+
+class TwoHalves:
+    """A step that writes down which of its halves run."""
+
+    def __init__(self, *, is_checked: bool) -> None:
+        self.is_checked = is_checked
+        self.ran: list[str] = []
+
+    def run(self, step: int, shards: Sequence[ShardInput]) -> list[torch.Tensor]:
+        self.ran.append("whole")
+        return [torch.ones(1)]
+
+    def differentiate(self, step: int, shards: Sequence[ShardInput]) -> list[torch.Tensor]:
+        self.ran.append("gradients")
+        return [torch.ones(1)]
+
+    def update(self) -> None:
+        self.ran.append("update")
+
+
+def test_a_step_that_the_host_checks_becomes_two_graphs() -> None:
+    for is_checked, wanted in ((False, ["whole"]), (True, ["gradients", "update"])):
+        work = TwoHalves(is_checked=is_checked)
+        results = [part() for part in parts_of(work, 0, [shard()])]  # type: ignore[arg-type]
+        assert work.ran == wanted
+        assert results[0] == [torch.ones(1)]
+        assert results[1:] == [None] * is_checked

@@ -13,11 +13,15 @@ from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.carried import CarriedStep, gather_carried
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
+from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.loop import Trainer, build_trainer
+from muster.jobs.train.metrics import TrainedStep
+from muster.jobs.train.profiling.clock import StepTimes
 from muster.jobs.train.regroup import NONE, LivingState, NewestState, replicas_of, take_over
-from muster.jobs.world.connections import GroupConnections
+from muster.jobs.world.connections import GroupConnections, StoreConnection
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
 from support.resuming import GPT, TINY_VGG, VGG
@@ -43,6 +47,15 @@ def test_the_newest_state_counts(told: list, done: int, holders: list, evaluated
     (all_at_once,) = source.routes(one_root=True) or [(holders[0], *holders[1:])]
     assert all_at_once[0] == holders[0]
     assert not source.others or sorted(all_at_once) == list(range(len(told)))
+
+
+def test_the_parts_of_a_split_model_must_have_the_state_of_one_step() -> None:
+    told, parts = [(4, 4), (3, 3), (3, 3), (NONE, NONE)], [[0, 1], [2, 3]]
+    first, second = NewestState.of(told, parts, 0), NewestState.of(told, parts, 1)
+    assert (first.done, first.holders, first.others, first.evaluated) == (3, [1], [0], True)
+    assert (second.done, second.holders, second.others) == (3, [2], [3])
+    with pytest.raises(MusterError, match="not of the same step"):
+        NewestState.of([(4, 4), (4, 4), (3, 3), (NONE, NONE)], parts)
 
 
 def test_without_any_state_nothing_can_continue() -> None:
@@ -119,9 +132,14 @@ def test_ranks_that_may_be_lost(on_ranks, settings: dict, wanted: list) -> None:
     assert on_ranks(2, groups, settings=settings) == [wanted] * 2
 
 
+def test_ranks_of_a_split_model_that_may_be_lost(on_ranks) -> None:
+    split = {"data": 2, "pipe": 2, "sync": "bucketed", "microbatches": 2}
+    assert on_ranks(4, groups, settings={**GPT, "parallel": split}) == [[[0, 2, 1], [2, 2, 1]]] * 4
+
+
 def interrupted(world: World) -> list:
     """Rank 0 waits for rank 1, which never joins its collective, until an order comes."""
-    connections = GroupConnections()
+    connections = GroupConnections(StoreConnection())
     group = dist.new_group([0, 1])
     connections.complete()
     ours, theirs = socket.socketpair()
@@ -147,3 +165,19 @@ def test_an_order_interrupts_a_collective_on_both_sides(on_ranks) -> None:
 def test_a_process_without_a_rank_parent_gets_no_orders() -> None:
     assert Orders().next(0.0) is None
     assert not LivingState(Orders(), stays=True).stays
+
+
+def carried_by(world: World) -> list:
+    """Return what is left of the steps of three ranks: the first is a step behind, the last has just started."""
+    steps = {0: (3,), 1: (3, 4), 2: ()}[world.rank]
+
+    def step(number: int) -> CarriedStep:
+        batch = GlobalBatch(number - 1, 0, 0, 12)
+        losses = [torch.tensor(float(number + world.rank)), torch.tensor(1.0)]
+        return CarriedStep(0, TrainedStep(batch, losses, 4, 0.1, 0.0), StepTimes(0.1, {}))
+
+    return [[number, *left] for number, left in gather_carried(world, [step(number) for number in steps]).items()]
+
+
+def test_losses_that_are_left_are_added_over_the_ranks_that_have_them(on_ranks) -> None:
+    assert on_ranks(3, carried_by) == [[[3, 9.0, 8], [4, 6.0, 4]]] * 3

@@ -28,7 +28,7 @@ def one_step(world: World, jobs: dict[str, dict]) -> dict[str, tuple[list[str], 
         engine: Any = trainer.engine
         wrapper = engine.replica.wrapper
         log = _logged(engine.stages.pipeline, wrapper._reducer)
-        engine._advance = lambda: None  # gradients stay as they are
+        engine.update = lambda: None  # gradients stay as they are
         engine.train_step(0, trainer.own_steps()[0].shards)
         bits = b"".join(each.numpy().tobytes() for _, each in sorted(engine.model.full_gradients().items()))
         buckets = [[slot.name for slot in each.slots] for each in wrapper._reducer.buckets]

@@ -6,8 +6,9 @@ import pytest
 
 from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.spec.failover import RestartSettings
+from muster.jobs.spec.modes import Parallel
 from muster.launch.records.verdict import RankEnd
-from muster.launch.supervision.in_place import Regrouping, missing, regroup, why_not
+from muster.launch.supervision.in_place import Regrouping, missing, of_whole_copies, regroup, why_not
 
 AUTO = RestartSettings(in_place="auto")
 KILLED = RankEnd(1, 0, "n0", None, "SIGKILL", 1.0, "own")
@@ -58,6 +59,45 @@ def test_joiners_follow_the_ranks_of_their_node_and_their_own_nodes_come_last() 
     found = regrouped(2, 3, joiners={4: 5, 5: 5, 6: 9})
     assert (found.slots, dict(found.adopted)) == ((7, 5, 9), {0: 2, 1: 3, 2: 4, 3: 5, 4: 6})
     assert dict(regrouped(0, 2, 3, joiners={4: 5}).adopted) == {0: 0, 1: 4, 2: 2, 3: 3}
+
+
+SPLIT = Parallel(data=2, pipe=2)
+
+
+@pytest.mark.parametrize(
+    ("split", "living", "members"),
+    [
+        (SPLIT, {0, 2, 3}, {0, 2}),
+        (SPLIT, {1, 2}, {1, 2}),  # stages of different copies
+        (SPLIT, {0, 1}, set()),  # no stage 1
+        (Parallel(data=3, pipe=2), {0, 2, 3, 4, 5}, {0, 2, 3, 4}),
+        (Parallel(data=2, pipe=2, tensor=2), {0, 1, 3, 4, 5, 6, 7}, {0, 1, 4, 5}),
+        (Parallel(data=2, pipe=1, tensor=2), {0, 3}, set()),  # no complete copy of the layers
+        (Parallel(data=4), {1, 3}, {1, 3}),
+    ],
+)
+def test_the_ranks_of_a_split_model_that_form_whole_copies(split: Parallel, living: set, members: set) -> None:
+    assert of_whole_copies(living, split) == members
+
+
+def test_a_rank_keeps_its_stage_and_the_rest_of_its_copy_ends() -> None:
+    found = regroup(TWO, (5, 7), (0, 2, 3), {}, lambda slot: node(0, 0, 2), SPLIT)
+    assert (found.slots, dict(found.adopted)) == ((5, 7), {0: 0, 1: 2})
+
+
+def test_joiners_take_the_places_of_their_stage() -> None:
+    one, left = Placement((node(0, 0, 2),), 2, "10.0.0.0"), Parallel(data=1, pipe=2)
+    found = regroup(one, (5,), (0, 1), {2: 5, 3: 5}, lambda slot: node(0, 0, 4), left)
+    assert dict(found.adopted) == {0: 0, 1: 2, 2: 1, 3: 3}
+    two = Placement((node(0, 0, 1), node(1, 1, 1)), 2, "10.0.0.0")
+    found = regroup(two, (5, 7), (0, 1), {2: 8, 3: 9}, lambda slot: node(0, 0, 1), left)
+    assert (found.slots, dict(found.adopted)) == ((5, 8, 7, 9), {0: 0, 1: 2, 2: 1, 3: 3})
+
+
+def test_ranks_cannot_join_if_a_rank_would_get_another_stage() -> None:
+    one, left = Placement((node(0, 0, 2),), 2, "10.0.0.0"), Parallel(data=1, pipe=2)
+    found = regroup(one, (5,), (0, 1), {2: 8, 3: 8}, lambda slot: node(0, 0, 2), left)  # both stages are on one node
+    assert (found.world_size, dict(found.adopted)) == (0, {})
 
 
 def test_groups_of_equal_state_get_the_new_numbers() -> None:

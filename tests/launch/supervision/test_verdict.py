@@ -1,6 +1,7 @@
 """The verdict of an attempt, against drawn cases: who is to blame, who was dragged along, what a shell sees."""
 
 import itertools
+import json
 import random
 import signal
 from dataclasses import replace
@@ -9,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.records.verdict import RankEnd, Stop, Verdict, cause_of, judge
+from muster.jobs.basics.reading import LONGEST_LINE_BYTES
+from muster.launch.common.fields import typed
+from muster.launch.records.runrows import read_victims
+from muster.launch.records.verdict import MOST_VICTIMS, RankEnd, Stop, Verdict, cause_of, judge
 
 OWN = {"report": "failed", "kind": "ValueError", "message": "bad", "peer": False, "time": 1.0}
 PEER = {**OWN, "kind": "RuntimeError", "message": "connection closed", "peer": True}
@@ -165,3 +169,17 @@ def test_first_and_victims_are_all_that_did_not_end_well_each_once_in_order_of_t
     assert verdict.first == min(same_kind, key=lambda each: each.ended)
     assert verdict.first.cause == "own" or all(each.cause != "own" for each in endings)
     assert verdict.code == verdict.first.exit_code != 0
+
+
+def test_the_row_of_an_attempt_lists_most_victims_of_a_large_run_as_ranges() -> None:
+    lost = [ending(rank, 10.0, "peer") for rank in range(1, 60_000)]
+    stopped = [ending(rank, 11.0, "stopped", code=143) for rank in range(60_001, 80_000, 2)]
+    node = ending(None, 11.0, "own", code=69)
+    verdict = judge([ending(0, 9.0, "own", code=7), *lost, *stopped, node], None)
+    line = json.dumps(verdict.record())
+    assert len(line) < LONGEST_LINE_BYTES
+    row = typed(json.loads(line))
+    assert len(row["victims"]) == MOST_VICTIMS + 1  # and the node
+    read = read_victims(row)
+    assert {(each.rank, each.cause) for each in read} == {(each.rank, each.cause) for each in verdict.victims}
+    assert len(read) == len(verdict.victims)
