@@ -112,7 +112,9 @@ def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Repor
         Resume.read(payload.get("resume")),
         None if in_place is None else InPlace(in_place["checkpoint"], joining=in_place["joining"]),
     )
-    return train_in(start, job, join(job, env, reporter, living), reporter, living)
+    ended = train_in(start, job, join(job, env, reporter, living), reporter, living)
+    living.end()
+    return ended
 
 
 def settings_of(job: "Job") -> "TrainSettings":

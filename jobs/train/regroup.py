@@ -161,6 +161,13 @@ class LivingState:
         if self.stays and trainer.world.rank == 0:
             reporter.replicas(*replicas_of(trainer))
 
+    def end(self) -> None:
+        """Drop the state after the last attempt.
+
+        The trainer's world refers to this object, and NCCL cannot destroy a group while a cycle keeps a CUDA graph.
+        """
+        self.trainer, self._buffers = None, []
+
     def begin_step(self) -> None:
         """Copy what a forward changes, which are the running statistics of batch norms."""
         self._in_step = True

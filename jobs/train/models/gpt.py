@@ -62,6 +62,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Return queries, keys and values. Tensor parallelism replaces this method to compute all three at once."""
+        x = in_autocast(x)
         return self.query(x), self.key(x), self.value(x)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -107,6 +108,14 @@ class TransformerBlock(nn.Module):
         """Map (batch, tokens, d_model) to the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return cast(Tensor, x + self.dropout(self.mlp(self.norm2(x))))
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """Cast an input of several layers as autocast would, so that it is cast once instead of once for each layer."""
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def build_gpt(shape: GptShape, seed: int) -> LayerStack:

@@ -1,8 +1,11 @@
 """A rank that continues in place: which state counts, how others receive it, and how a collective is interrupted."""
 
+import gc
 import hashlib
 import json
 import socket
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +70,21 @@ def trainer_of(world: World, settings: dict) -> Trainer:
     VGG_SHAPES["vgg-tiny"] = TINY_VGG
     train = TrainSettings.model_validate(settings)
     return build_trainer(train, open_data(train), world)
+
+
+def test_the_end_frees_the_trainer_without_the_garbage_collector() -> None:
+    living = LivingState(Orders(), stays=False)
+    trainer = trainer_of(replace(World(0, 1, None, torch.device("cpu")), check=living.check), {**GPT, "mode": "single"})
+    gc.collect()
+    gc.disable()
+    try:
+        living.hold(trainer, 0)
+        engine = weakref.ref(trainer.engine)
+        living.end()
+        del trainer
+        assert engine() is None  # else NCCL would wait forever for the graphs of the engine
+    finally:
+        gc.enable()
 
 
 def step(trainer: Trainer, number: int) -> None:

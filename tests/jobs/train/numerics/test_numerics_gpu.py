@@ -145,6 +145,7 @@ def engine_of(kind: str, precision: str, clip_norm: float | None = 1.0, **more: 
             "model": model,
             "data": "synthetic",
             "mode": "single",
+            "cuda_graph": False,  # ranks that record a step exchange a number
             "precision": precision,
             "optimizer": OPTIMIZER[kind],
             "clip_norm": clip_norm,
