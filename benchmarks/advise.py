@@ -8,11 +8,11 @@
     error       |predicted / measured - 1| of every measured split
 
     sudo .venv/bin/python benchmarks/advise.py --state DIR [--cases 2] [--limit-s 330] [--rounds 1] [--json FILE]
-    .venv/bin/python benchmarks/advise.py --state DIR --gpus 2 --steps 15 [--limit-s 330]    six cases, on GPUs
+    .venv/bin/python benchmarks/advise.py --state DIR --gpus 4 [--limit-s 330] [--smoke]       six cases, on GPUs
 
 Results are kept in the folder given by --state, one file for each profile, advice and run, so that the script resumes
 where it stopped. It stops by itself after --limit-s seconds, with the table of what is measured so far. All cases take
-about 30 minutes.
+about 30 minutes; on GPUs, where the splits of a case run in the same processes (`advise_ranks.py`), about 6.
 
 Reach: 11 of 12 choices right, 5 of 6 on GPUs; mean error at most 10 %.
 """
@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advise_ranks import rank_main
 from harness import Options, finish, table
-from ranks import place
+from ranks import hear, place
 
 from muster.cloudlab.box.control import Box
 from muster.jobs.basics.files import read_lines
@@ -40,6 +41,7 @@ NODES, SKIPPED, FAR, MOST = 4, 2, 1.5, 8
 MOST_ON_GPUS, GPU = 5, "nccl"  # "nccl": the name of the network between GPUs of one host
 REACH, RIGHT, MEAN_ERROR = 11, 0.05, 0.10
 RUN_LIMIT_S = 200
+START_S, CASE_S, SILENCE_S = 25.0, 75.0, 30.0  # of the processes on GPUs: least and most for a case, most for a split
 RATES = ("100mbit", "200mbit")
 BATCHES = (8, 32)
 GPT = {"data": "python-source", "optimizer": {"name": "adamw", "lr": 1e-3}}
@@ -58,6 +60,7 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
     "gpt-medium": {**SYNTHETIC, "model": "gpt-medium", "optimizer": {"name": "adamw", "lr": 1e-4}},
     "vgg16": {**SYNTHETIC, "model": "vgg16", "optimizer": {"name": "sgd", "lr": 1e-3}},
 }
+SMOKE = {"data": "synthetic", "device": "cpu", "model": "gpt-nano", "optimizer": {"name": "adamw", "lr": 1e-4}}
 GPU_BATCHES = {"gpt-small": (16, 128), "gpt-medium": (16, 64), "vgg16": (64, 1024)}
 NET = """
 from torch import nn
@@ -75,13 +78,15 @@ BENCH = {
         *("all_reduce", "all_gather", "reduce_scatter", "gather_scatter"),
         *("ping_pong", "ring_all_gather", "ring_reduce_scatter"),
     ],
-    "sizes": [1024, 16384, 131072, 1048576, 4194304],
+    "sizes": [1024, 16384, 65536, 262144, 1048576],
     "launches": 2,
     "least_samples": 3,
     "block_s": 0.4,
     "timeout_s": 60.0,
     "check": False,
 }
+
+GPU_BENCH = {**BENCH, "sizes": [4096, 65536, 1 << 20, 16 << 20, 256 << 20], "block_s": 0.1}
 
 
 class OutOfTimeError(Exception):
@@ -111,6 +116,7 @@ class Work:
     steps: int
     rounds: int
     gpus: int = 0
+    smoke: bool = False
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -153,7 +159,7 @@ def job_of(work: Work, case: Case) -> Path:
     section = {"batch_size": case.batch, "steps": work.steps + SKIPPED, "log_every": 1000, "evaluate": False}
     path = work.state / f"{case.key}.yaml"
     (work.state / "net.py").write_text(NET)
-    models = GPU_MODELS if work.gpus else MODELS
+    models = dict.fromkeys(GPU_MODELS, SMOKE) if work.smoke else GPU_MODELS if work.gpus else MODELS
     path.write_text(json.dumps({"name": case.model, **work.ranks, "train": {**models[case.model], **section}}))
     return path
 
@@ -164,10 +170,10 @@ def profile(work: Work, rate: str, box: Box | None) -> Path:
     if path.exists():
         return path
     work.require(90)
-    runs = []
+    runs, bench = [], GPU_BENCH if work.gpus and not work.smoke else BENCH
     for nodes in (1,) if work.gpus else (NODES, 2):
         job = work.state / f"bench-{rate}-{nodes}.yaml"
-        job.write_text(json.dumps({"name": f"bench{nodes}", **work.ranks, "nodes": nodes, "bench": BENCH}))
+        job.write_text(json.dumps({"name": f"bench{nodes}", **work.ranks, "nodes": nodes, "bench": bench}))
         folder = work.state / f"bench-{rate}-{nodes}"
         muster(work.state, "run", str(job), *work.hosts(box), "--runs", str(folder))
         runs.append(str(list_runs(folder)[0].path))
@@ -220,9 +226,39 @@ def measure(work: Work, case: Case, box: Box | None, row: dict[str, Any], name: 
     }
 
 
+def in_processes(work: Work, case: Case, rows: Sequence[dict[str, Any]]) -> None:
+    """Train with all splits of a case, one after the other, in the same processes on the GPUs of this host."""
+    name = f"run-{case.key}"
+    if work.kept(f"{name}-0-0") is not None:
+        return
+    work.require(START_S)
+    whole = json.loads(job_of(work, case).read_text())["train"]
+    sections = [
+        {key: value for key, value in {**whole, **row["changes"], "steps": 1000}.items() if value is not None}
+        for row in rows
+    ]
+    for said in hear(
+        rank_main,
+        work.gpus,
+        limit_s=min(CASE_S, work.until - time.monotonic()),
+        silence_s=SILENCE_S,
+        start_s=CASE_S,
+        sections=sections,
+        smoke=work.smoke,
+    ):
+        if said["say"] == "failed" or not said.get("steps"):
+            print(f"{case.key}: {said.get('why')} {rows[said['index']]['plan'] if 'index' in said else ''}", flush=True)
+            continue
+        row = rows[said["index"]]
+        work.keep(f"{name}-{said['index']}-0", {"plan": row["plan"], "steps": said["steps"], "parts": {}})
+
+
 def runs_of(work: Work, case: Case, box: Box | None) -> None:
     """Measure all splits of a case, in turns."""
     rows = chosen(advice(work, case, box))[: MOST_ON_GPUS if work.gpus else MOST]
+    if work.gpus:
+        in_processes(work, case, rows)
+        return
     for turn in range(work.rounds):
         for index in list(range(len(rows)))[:: 1 if turn % 2 == 0 else -1]:
             name = f"run-{case.key}-{index}-{turn}"
@@ -305,11 +341,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each split")
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this host, and no box")
+    parser.add_argument("--smoke", action="store_true", help="with --gpus: tiny models on the CPU, to see that it runs")
     parser.add_argument("--report", action="store_true", help="only print what is measured")
     args = parser.parse_args()
     args.state = args.state.resolve()
     args.state.mkdir(parents=True, exist_ok=True)
-    work = Work(args.state, time.monotonic() + args.limit_s, args.steps, args.rounds, args.gpus)
+    work = Work(args.state, time.monotonic() + args.limit_s, args.steps, args.rounds, args.gpus, args.smoke)
     cases = [Case(rate, model, batch) for rate in RATES for batch in BATCHES for model in MODELS][: args.cases]
     if args.gpus:
         cases = [Case(GPU, model, batch) for model, batches in GPU_BATCHES.items() for batch in batches][: args.cases]

@@ -1,8 +1,8 @@
 """Goodput, predicted and measured: a training whose ranks are killed at random times, restarted by Muster each time.
 
     measured     the share of useful steps that `muster why --json` shows for the run
-    predicted    collectives_bench/cost/goodput.py, from the step, the stall and the save of a short run without faults,
-                 and the phases of a restart that docs/failures.md shows
+    predicted    collectives_bench/cost/goodput.py, from a short run before: its step, stall and save, and the phases of
+                 the restarts after RESTARTS kills; with the times of the run's own kills, which are random
 
 A step sleeps most of its time, so four ranks on the cores of one machine have a steady pace. Kills are exponential,
 with a mean of MTBF_S over all ranks; an attempt that has not yet trained is killed like any other.
@@ -28,11 +28,12 @@ from typing import Any
 from faults.live import Live, WaitedInVainError, start
 from harness import Options, finish, table
 
-from muster.collectives_bench.cost.goodput import Faults, Goodput, RunTimes, simulate
+from muster.collectives_bench.cost.goodput import Faults, Goodput, RunTimes, replay, simulate
 
-RANKS, PASS_S, MTBF_S, SAVE_S, CALM_S = 4, 0.2, 40.0, 10.0, 45.0
+RANKS, PASS_S, MTBF_S, SAVE_S, CALM_S = 4, 0.5, 40.0, 10.0, 45.0
+RESTARTS, BETWEEN_S = 4, 8.0
+PHASES = ("detect", "stop", "wait", "start", "load")
 REACH = 0.05
-RESTART = {"detect_s": 0.0, "stop_s": 0.15, "start_s": 0.36, "load_s": 0.03}  # docs/failures.md
 MODEL = f"""
 import time
 
@@ -87,47 +88,55 @@ def stop(live: Live) -> dict[str, Any]:
     return history
 
 
-def calm() -> RunTimes:
-    """Return the times of a run without faults."""
+def short_run() -> RunTimes:
+    """Return the times of a run that trains without faults for CALM_S seconds, and is then killed RESTARTS times."""
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         live = begin(Path(folder))
         live.wait_event("first_step")
         time.sleep(CALM_S)
         saved = live.events("saved")
         rows = [json.loads(line) for line in live.run.metrics.read_text().splitlines()]
-        stop(live)
+        for rank in range(RESTARTS):
+            os.kill(live.ranks()[rank], signal.SIGKILL)
+            time.sleep(BETWEEN_S)
+        history = stop(live)
     steps = (rows[-1]["time"] - rows[4]["time"]) / (rows[-1]["step"] - rows[4]["step"])
     stall_s, save_s = (statistics.median(row[key] for row in saved) for key in ("stall_s", "seconds"))
-    return RunTimes(step_s=steps, stall_s=stall_s, save_s=save_s, **RESTART)
+    phases = {name: history["shares"][name] * history["supervised_s"] / RESTARTS for name in PHASES}
+    phases["start"] += phases.pop("wait")
+    return RunTimes(
+        step_s=steps, stall_s=stall_s, save_s=save_s, **{f"{name}_s": seconds for name, seconds in phases.items()}
+    )
 
 
 def faulty(seconds: float, seed: int) -> dict[str, Any]:
     """Kill ranks at random times; return the history of the run and the number of kills."""
-    draw, kills = random.Random(seed), 0
+    draw, kills = random.Random(seed), list[float]()
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         live = begin(Path(folder))
         live.wait_event("first_step")
-        until = time.monotonic() + seconds
+        began = time.monotonic()
+        until = began + seconds
         while (now := time.monotonic()) < until:
             time.sleep(min(draw.expovariate(1 / MTBF_S), until - now))
             if time.monotonic() < until:
                 pid = draw.choice(list(live.ranks().values()))
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                    kills += 1
+                    kills.append(time.monotonic() - began)
         return {**stop(live), "kills": kills}
 
 
-def row_of(history: dict[str, Any], told: Goodput, seed: int) -> dict[str, Any]:
-    """Compare a run with the prediction."""
+def row_of(history: dict[str, Any], told: Goodput, mean: Goodput, seed: int) -> dict[str, Any]:
+    """Compare a run with the prediction for its faults, and with the distribution over random faults, `mean`."""
     measured, predicted = history["shares"]["useful"], told.shares["useful"]
     return {
         "seed": seed,
         "kills": history["kills"],
         "measured": measured,
         "predicted": predicted,
-        "low": told.at(0.05),
-        "high": told.at(0.95),
+        "low": mean.at(0.05),
+        "high": mean.at(0.95),
         "shares": history["shares"],
         "reached": abs(measured - predicted) <= REACH,
     }
@@ -139,21 +148,26 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each run")
     args = parser.parse_args()
-    times, seconds = calm(), 60 * args.minutes
+    times, seconds = short_run(), 60 * args.minutes
     faults = Faults(RANKS, RANKS * MTBF_S, spares=10**6)
-    told = simulate(times, faults, SAVE_S, horizon_s=seconds)
-    print(f"step {times.step_s:.3f} s, stall {times.stall_s:.4f} s, save {times.save_s:.2f} s", flush=True)
-    rows = [row_of(faulty(seconds, seed), told, seed) for seed in range(args.runs)]
+    mean = simulate(times, faults, SAVE_S, horizon_s=seconds)
+    print(", ".join(f"{name} {value:.4f}" for name, value in vars(times).items()), flush=True)
+    rows = []
+    for seed in range(args.runs):
+        history = faulty(seconds, seed)
+        told = replay(times, faults, SAVE_S, history["kills"], horizon_s=seconds)
+        rows.append(row_of(history, told, mean, seed))
     cells = [
         [
-            *(str(row[key]) for key in ("seed", "kills")),
+            str(row["seed"]),
+            str(len(row["kills"])),
             *(f"{100 * row[key]:.1f}%" for key in ("measured", "predicted")),
             f"{100 * row['low']:.1f}% .. {100 * row['high']:.1f}%",
         ]
         for row in rows
     ]
     table(["seed", "kills", "measured", "predicted", "5 to 95 % of simulated runs"], cells)
-    return finish(args, "goodput", rows, times=vars(times), predicted=told.shares)
+    return finish(args, "goodput", rows, times=vars(times), predicted=mean.shares)
 
 
 if __name__ == "__main__":

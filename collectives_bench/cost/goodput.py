@@ -12,9 +12,10 @@ ignore the time until a save is committed, which the simulation includes.
 """
 
 import heapq
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final
@@ -93,25 +94,48 @@ def simulate(
     times: RunTimes, faults: Faults, interval_s: float, *, horizon_s: float = MONTH_S, runs: int = RUNS, seed: int = 0
 ) -> Goodput:
     """Simulate runs of `horizon_s` seconds that save every `interval_s` seconds of training."""
-    every = [_one(times, faults, interval_s, horizon_s, random.Random(f"{seed}/{run}")) for run in range(runs)]
+    every = [
+        _one(times, faults, interval_s, horizon_s, _drawn(random.Random(f"{seed}/{run}"), faults.mtbf_s))
+        for run in range(runs)
+    ]
+    return _goodput(every, horizon_s)
+
+
+def replay(
+    times: RunTimes, faults: Faults, interval_s: float, failures_s: Sequence[float], *, horizon_s: float
+) -> Goodput:
+    """Simulate a run of `horizon_s` seconds that fails at these times."""
+    known = itertools.chain(sorted(failures_s), itertools.repeat(math.inf))
+    return _goodput([_one(times, faults, interval_s, horizon_s, known)], horizon_s)
+
+
+def _drawn(draw: random.Random, mtbf_s: float) -> Iterator[float]:
+    """Yield the times of independent failures."""
+    now = 0.0
+    while True:
+        now += draw.expovariate(1 / mtbf_s)
+        yield now
+
+
+def _goodput(every: Sequence[tuple[dict[str, float], int]], horizon_s: float) -> Goodput:
     shares = {kind: fmean(spent[kind] for spent, _ in every) / horizon_s for kind in KINDS}
     useful = sorted(spent["useful"] / horizon_s for spent, _ in every)
     return Goodput(shares, fmean(failures for _, failures in every), tuple(useful))
 
 
 def _one(
-    times: RunTimes, faults: Faults, interval_s: float, horizon_s: float, draw: random.Random
+    times: RunTimes, faults: Faults, interval_s: float, horizon_s: float, failures_s: Iterator[float]
 ) -> tuple[dict[str, float], int]:
-    """Simulate one run; return the seconds of every kind, and the number of failures."""
+    """Simulate one run that fails at these times; return the seconds of every kind, and the number of failures."""
     spent, failures, now = dict.fromkeys(KINDS, 0.0), 0, 0.0
     spares, repairs = faults.spares, list[float]()  # repairs: when broken nodes come back
     # A save is due at the first end of a step after the interval.
     steps = max(math.ceil(interval_s / times.step_s), 1)
     work_s = steps * times.step_s
+    fails_s = next(failures_s)
     while True:
-        length = draw.expovariate(1 / faults.mtbf_s)
-        _train(spent, times, work_s, min(length, horizon_s - now), fails=now + length < horizon_s)
-        now += length
+        _train(spent, times, work_s, min(fails_s, horizon_s) - now, fails=fails_s < horizon_s)
+        now = fails_s
         if now >= horizon_s:
             return spent, failures
         while True:  # until a restart is not itself cut short by a failure
@@ -119,16 +143,16 @@ def _one(
             heapq.heappush(repairs, now + faults.repair_s)
             phases, spares = _restart(times, now, spares, repairs)
             lasts = sum(phases.values())
-            until = draw.expovariate(1 / faults.mtbf_s)
-            left = min(until, lasts, horizon_s - now)
+            fails_s = next(failures_s)
+            left = min(fails_s - now, lasts, horizon_s - now)
             for kind, seconds in phases.items():
                 took = min(seconds, left)
                 spent[kind] += took
                 left -= took
-            now += min(until, lasts)
+            now = min(fails_s, now + lasts)
             if now >= horizon_s:
                 return spent, failures
-            if until >= lasts:
+            if fails_s > now:
                 break
 
 

@@ -153,6 +153,7 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
     """Measure or read what the search needs."""
     from muster.collectives_bench.cost.advice import measured
     from muster.collectives_bench.cost.advice.steptime import JobSite, KnownNetwork
+    from muster.jobs.spec.recorded import records
 
     ranks = loads.ranks_of(job, asked.job, "-n M")
     network = _network(asked, imagined)
@@ -168,7 +169,8 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
     if "gpu" in imagined:
         flops = sum(part.flops + part.backward_flops for part in load.model.parts)
         times = measured.on_gpu(times, imagined["gpu"], flops, _settings(job).precision)
-    site = JobSite(load, times, KnownNetwork(network), job.nodes, sharing)
+    recording = records(_settings(job).model_copy(update={"mode": "bucketed", "parallel": None}), times.device)
+    site = JobSite(load, times, KnownNetwork(network), job.nodes, sharing, records=recording)
     return site, _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
 
 
@@ -235,7 +237,12 @@ def _options(
     for option in options:
         factor = site.times.factor(option)
         recompute = option == "activation_checkpointing"
-        there = replace(site, options=(option,), load=replace(site.load, recompute=recompute or site.load.recompute))
+        there = replace(
+            site,
+            options=(option,),
+            load=replace(site.load, recompute=recompute or site.load.recompute),
+            records=site.records or option == "cuda_graph",
+        )
         row = judged(best.plan, price(best.plan, there), there, check, limit)
         rows.append({"option": option, "factor": factor, **({} if factor is None else _row(row))})
     return rows

@@ -22,6 +22,7 @@ from muster.jobs.spec.strict import Strict
 VERSION: Final = 1
 STOLEN: Final = 0.75  # largest share of the computing cores that collectives may take
 SIZES: Final = (1 << 10, 1 << 20)  # bytes of the measured all-reduces
+HALVES: Final = 2
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
 
 
@@ -79,29 +80,41 @@ class LayerTimes(Strict):
     ranks: int = Field(ge=1)
     passes: list[PassTimes] = Field(min_length=1)
     updates: list[UpdateTime] = Field(min_length=1)
+    replays: list[PassTimes] = Field(default_factory=list)  # passes recorded as CUDA graphs
+    slices: list[PassTimes] = Field(default_factory=list)  # passes of one slice of the samples' sequences
+    halves: list[float] = Field(default_factory=list)  # seconds of a backward, and of its halves: inputs, weights
     layers: list[LayerTime] = Field(default_factory=list)
     data_s: float = 0.0
     host: list[float] = Field(default_factory=list)  # seconds of the host's part of a forward, backward and update
     variants: dict[str, list[float] | None] = Field(default_factory=dict)
     messages: dict[str, float] = Field(default_factory=dict)
-    spread: float = 0.0  # relative half-width of the interval of passes
+    spread: float = 0.0  # relative error of the measured times
 
-    def pass_s(self, samples: float, active: float = 1.0) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward."""
-        sizes = {each.active for each in self.passes}
-        at = {size: self._of_size(samples, size) for size in sizes}
+    def pass_s(self, samples: float, active: float = 1.0, *, recorded: bool = False) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward; of recorded ones, if a GPU has recorded any."""
+        curves = self._replayed if recorded and self.replays else self._curves
+        at = {size: _at(points, samples) for size, points in curves.items()}
+        active = active if self.device == "cpu" else 1.0  # GPUs do not slow each other down
         return tuple(_between({size: pair[i] for size, pair in at.items()}, active) for i in (0, 1))  # type: ignore[return-value]
-
-    def _of_size(self, samples: float, active: int) -> tuple[float, float]:
-        points = self._curves[active]
-        return _line([(x, f) for x, f, _ in points], samples), _line([(x, b) for x, _, b in points], samples)
 
     @cached_property
     def _curves(self) -> dict[int, list[tuple[int, float, float]]]:
-        found: dict[int, list[tuple[int, float, float]]] = {}
-        for each in sorted(self.passes, key=lambda each: each.samples):
-            found.setdefault(each.active, []).append((each.samples, each.forward_s, each.backward_s))
-        return found
+        return _curves(self.passes)
+
+    @cached_property
+    def _replayed(self) -> dict[int, list[tuple[int, float, float]]]:
+        return _curves(self.replays)
+
+    def slice_s(self, samples: float) -> tuple[float, float] | None:
+        """Return the seconds of a forward and a backward of one slice of the sequences; None if not measured."""
+        return _at(_curves(self.slices)[1], samples) if self.slices else None
+
+    @property
+    def backward_halves(self) -> tuple[float, float]:
+        """The two halves of a split backward, for inputs and for weights, as shares of a whole backward."""
+        if len(self.halves) != 1 + HALVES or not self.halves[0]:
+            return 0.5, 0.5
+        return self.halves[1] / self.halves[0], self.halves[2] / self.halves[0]
 
     def stretch(self, active: float) -> float:
         """Return the factor by which `active` computing ranks slow each other down."""
@@ -110,6 +123,7 @@ class LayerTimes(Strict):
 
     def update_s(self, active: float) -> float:
         """Return the seconds of an optimizer step of the whole model."""
+        active = active if self.device == "cpu" else 1.0
         return _between({each.active: each.seconds for each in self.updates}, active)
 
     def shares(self, names: Iterable[str]) -> tuple[float, float] | None:
@@ -170,17 +184,33 @@ def on_gpu(times: LayerTimes, name: str, flops: float, precision: str) -> LayerT
         guess_s = flops * first.samples / (USED * getattr(GPUS[name], kind))
         factor, spread = guess_s / max(sum(times.pass_s(first.samples, 1)), 1e-12), USED_ERROR
     scaled = dict.fromkeys(("forward_s", "backward_s", "seconds"), factor)
+    alone = min(each.active for each in times.passes)
     changes = {
         "device": "cuda",
         "gpu": name,
-        "passes": [_scaled(each, scaled) for each in times.passes if each.active == 1],
-        "updates": [_scaled(each, scaled) for each in times.updates if each.active == 1],
+        "passes": [_scaled(each, scaled) for each in times.passes if each.active == alone],
+        "updates": [_scaled(each, scaled) for each in times.updates if each.active == alone],
+        "replays": [_scaled(each, scaled) for each in times.replays] if known else [],
+        "slices": [],
+        "halves": [],
         "host": times.host if known else [],
         "messages": times.messages if known else {},
         "data_s": 0.0,
         "spread": spread,
     }
     return LayerTimes.model_validate({**times.model_dump(), **changes})
+
+
+def _curves(passes: Iterable[PassTimes]) -> dict[int, list[tuple[int, float, float]]]:
+    """Return samples, forward and backward in order of size, by the number of ranks that compute."""
+    found: dict[int, list[tuple[int, float, float]]] = {}
+    for each in sorted(passes, key=lambda each: each.samples):
+        found.setdefault(each.active, []).append((each.samples, each.forward_s, each.backward_s))
+    return found
+
+
+def _at(points: Sequence[tuple[int, float, float]], samples: float) -> tuple[float, float]:
+    return _line([(x, f) for x, f, _ in points], samples), _line([(x, b) for x, _, b in points], samples)
 
 
 def _scaled(section: Strict, factors: Mapping[str, float]) -> dict[str, float]:

@@ -48,6 +48,7 @@ class PipelineTask:
     backward: tuple[float, ...]
     message: tuple[float, ...]
     slices: int = 1
+    halves: tuple[float, float] = (0.5, 0.5)  # of a backward: for inputs and for weights
 
     @property
     def chunks(self) -> int:
@@ -55,9 +56,9 @@ class PipelineTask:
         return len(self.forward) // self.ranks
 
     def costs(self) -> Costs:
-        """Return the costs for a simulation, with half of a backward in each of its halves."""
-        half = tuple(each / 2 for each in self.backward)
-        return Costs(self.forward, half, half, self.message)
+        """Return the costs for a simulation."""
+        inputs, weights = (tuple(each * share for each in self.backward) for share in self.halves)
+        return Costs(self.forward, inputs, weights, self.message)
 
 
 @lru_cache(maxsize=4096)

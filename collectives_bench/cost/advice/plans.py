@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from muster.collectives_bench.cost.modes import WAYS, Way
 from muster.jobs.spec.modes import PIPELINES, TENSOR
+from muster.jobs.spec.recorded import IN_PLACE, THROUGH_THE_HOST
 
 LEFT_OUT: Final = (
     "data_parallel",
@@ -47,6 +48,13 @@ class SplitPlan:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.data * self.pipe * self.tensor
+
+    @property
+    def is_recordable(self) -> bool:
+        """True if the split's steps can be recorded as CUDA graphs, by the rules of `jobs/spec/recorded.py`."""
+        if self.schedule in THROUGH_THE_HOST or self.averaging in THROUGH_THE_HOST:
+            return False
+        return not self.schedule or (self.tensor == 1 and (self.data == 1 or self.averaging in IN_PLACE))
 
     @property
     def is_mode(self) -> bool:

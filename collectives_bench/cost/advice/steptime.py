@@ -23,7 +23,9 @@ from muster.collectives_bench.cost.advice.plans import SplitPlan
 from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.exposed import (
     BLOCK_ALL_REDUCES,
+    BUCKETS,
     EXPOSED,
+    NO_COMPUTE,
     Bound,
     Compute,
     Network,
@@ -41,6 +43,9 @@ Made = TypeVar("Made")
 ONE_WAY: Final = ("gpipe", "1f1b")  # schedules in which a micro-batch visits every stage once in each direction
 HIDES_BACKWARD: Final = ("flat", "allreduce", "overlap", "bucketed", "ddp")
 SURELY: Final = 0.8  # of an all-reduce of all gradients: the sum of its parts is not less
+SPLITS_BACKWARD: Final = ("zb1p", "zbv")
+FULLY_SHARDED: Final = 3  # ZeRO's stage
+UNIT_CALLS: Final = 3  # of a fully sharded unit: gathered for the forward and for the backward, then reduced
 PARTS: Final = ("data", "computation", "bubble", "communication", "update")
 
 
@@ -72,6 +77,7 @@ class JobSite:
     nodes: int
     sharing: int  # ranks that share one machine
     options: tuple[str, ...] = ()
+    records: bool = False  # the job records steps as CUDA graphs where its split allows it
     parts: dict[object, Any] = field(default_factory=dict, compare=False)  # parts of the model, by the way it is cut
 
     def kept(self, key: object, make: Callable[[], Made]) -> Made:
@@ -101,6 +107,8 @@ class JobSite:
         """The factor by which options such as `compile` change the time of passes."""
         factor = 1.0
         for option in self.options:
+            if option == "cuda_graph" and self.times.replays:
+                continue  # `replays` has the times of recorded passes
             factor *= self.times.factor(option) or 1.0
         return factor
 
@@ -114,9 +122,13 @@ class JobSite:
         """Return the number of such groups that use the link of a node at the same time; 1 within a node."""
         return min(stride, self.per_node) if self.nodes_of(ranks, stride) > 1 else 1
 
-    def passes(self, samples: float, active: float, tensor: int = 1) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward, in which every layer is split over `tensor` ranks."""
-        forward, backward = self.times.pass_s(samples / tensor, active)
+    def replays(self, plan: SplitPlan) -> bool:
+        """Return whether ranks replay the plan's passes from CUDA graphs, so that they do not wait for the host."""
+        return self.records and plan.is_recordable and bool(self.times.replays)
+
+    def passes(self, plan: SplitPlan, samples: float, active: float) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward of `samples` samples; tensor ranks split every layer."""
+        forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
         return forward * self.option_factor, backward * self.option_factor
 
 
@@ -165,7 +177,7 @@ def least_s(plan: SplitPlan, site: JobSite) -> float:
     """
     samples = -(-site.load.batch // plan.data)
     micro = -(-samples // plan.microbatches)
-    forward, backward = site.passes(micro, 1 if plan.schedule else site.active, plan.tensor)
+    forward, backward = site.passes(plan, micro, 1 if plan.schedule else site.active)
     chunks = plan.way.schedule.chunks if plan.way.schedule else 1
     ahead_s = (plan.pipe - 1) / 2 * (forward + (backward if plan.schedule in ONE_WAY else 0.0)) / plan.pipe / chunks
     split_s = plan.microbatches * _split_layers(plan, site, micro, "seconds")[0] / plan.pipe
@@ -205,7 +217,7 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     """Predict a step in which every rank has all layers, or a part of each."""
     load, samples = load_of(plan, site), -(-site.load.batch // plan.data)
     parts = load.accumulation
-    forward, backward = site.passes(samples / parts, site.active, plan.tensor)
+    forward, backward = site.passes(plan, samples / parts, site.active)
     update = _update_s(plan, site, 1.0)
     split_s, split_bytes = _split_layers(plan, site, samples, bound)
     averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
@@ -280,15 +292,35 @@ def _update_s(plan: SplitPlan, site: JobSite, share: float) -> float:
 
 
 def _beside_host(parts: StepParts, plan: SplitPlan, site: JobSite) -> StepParts:
-    """Add the time for which a GPU waits for its host, which needs as long for a part of a layer as for all of it.
+    """Add the time for which a GPU waits for its host.
 
-    A pipeline enqueues the layers of its stage for every micro-batch. A recorded graph needs no host.
+    The host needs as long to start a part of a layer as all of it, and `call_s` to start a collective or a message. It
+    launches a recorded step at once, and a recorded pipeline pass by pass.
     """
-    if not site.times.host or not sum(site.times.host) or "cuda_graph" in site.options:
+    told = site.times
+    if told.device == "cpu" or not sum(told.host):
         return parts
-    passes_s = (site.times.host[0] + site.times.host[1]) * plan.microbatches / plan.pipe
-    host = max(passes_s - parts.computation, 0.0)
+    chunks = plan.way.schedule.chunks if plan.way.schedule else 0
+    passes = 2 * plan.microbatches * chunks  # of a pipeline's rank, each with one message
+    if site.replays(plan):
+        busy_s = passes * (told.messages.get("launch_s", 0.0) + told.messages.get("call_s", 0.0))
+    else:
+        calls = passes if plan.schedule else _collectives(plan, site)
+        busy_s = sum(told.host[:2]) * plan.microbatches / plan.pipe + calls * told.messages.get("call_s", 0.0)
+    host = max(busy_s - parts.computation, 0.0)
     return replace(parts, computation=parts.computation + host, host=host)
+
+
+def _collectives(plan: SplitPlan, site: JobSite) -> int:
+    """Count the collectives that a rank without a pipeline starts in a step."""
+    if plan.data == 1:
+        return 0
+    load = load_of(plan, site)
+    if plan.zero == FULLY_SHARDED:
+        return UNIT_CALLS * len(load.model.units())
+    if plan.averaging in BUCKETS:
+        return len(BUCKETS[plan.averaging](load, NO_COMPUTE))
+    return 1 if plan.averaging == "flat" else len(load.gradient_sizes)
 
 
 # With a pipeline ------------------------------------------------------------------------------------------------------
@@ -342,7 +374,9 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     assert schedule is not None
     slices = SLICES if plan.schedule == "terapipe" else 1
     shares_machine = site.times.device == "cpu" and site.sharing >= site.ranks
-    forward, backward = site.passes(micro / slices, 1 if shares_machine else site.active, plan.tensor)
+    forward, backward = site.passes(plan, micro / slices, 1 if shares_machine else site.active)
+    if slices > 1 and (sliced := site.times.slice_s(micro)) is not None:
+        forward, backward = sliced
     key = plan.pipe, schedule.chunks
     chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
     shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
@@ -356,6 +390,7 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
         tuple(backward * share + more for (_, share, _), more in zip(shares, extra, strict=True)),
         tuple(_messages(plan, site, chunks, micro / slices, bound)),
         slices,
+        site.times.backward_halves if plan.schedule in SPLITS_BACKWARD else (0.5, 0.5),
     )
 
 

@@ -8,6 +8,9 @@ first k of them at the same time, because ranks that share cores, memory and cac
 
     k = 1      process 0   F B F B F B
     k = 2      process 0   F B F B F B      process 1   F B F B F B
+
+All rounds are run in `TURNS` turns. How far the turns differ is the error of the measurement. On GPUs, passes are also
+recorded as CUDA graphs and replayed, because a recorded step does not wait for the host.
 """
 
 import json
@@ -16,52 +19,44 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, quantiles
-from time import perf_counter, process_time
+from statistics import fmean, median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import replaced
 from muster.jobs.spec.plain import plain_job
-from muster.jobs.train.data import open_data
-from muster.jobs.train.data.loading import move_inputs
-from muster.jobs.train.models import model_of
-from muster.jobs.train.models.stack import LayerStack
-from muster.jobs.train.numerics import Numerics, numerics_of
+from muster.jobs.train.timing.beside import beside_cpu, beside_gpu
 from muster.jobs.train.timing.device import synchronize
-from muster.pipe.layer_times import layer_times
+from muster.jobs.train.timing.passes import (
+    GPUS,
+    LEAST_PASSES,
+    MOST_PASSES,
+    SLICES,
+    Parts,
+    TimedModel,
+    fits,
+    halves_of,
+    has_slices,
+    host_s,
+    layers_of,
+    loading_s,
+    passes_of,
+    recorded_passes,
+    replaying,
+    subject_of,
+    updating,
+)
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-ROUND_S: Final = 0.4
-LEAST_PASSES: Final = 3
-MOST_PASSES: Final = 40
+ROUND_S: Final = 0.25
+TURNS: Final = 2
 LIMIT_S: Final = 240.0
-CALLS: Final = 30  # all-reduces of a round
-MESSAGES: Final = (1 << 10, 1 << 20)  # bytes
-GPUS: Final = "cuda"
-
-
-@dataclass
-class TimedModel:
-    """A model on its device, with an optimizer and batches."""
-
-    settings: "TrainSettings"
-    numerics: Numerics
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.numerics.device
 
 
 def main() -> int:
@@ -151,37 +146,67 @@ class _Worker:
         self.barrier = barrier
         self.settings = settings
         self.device = device
-        self.spread = 0.0  # the largest relative half-width of a round's middle half
+        self.doubts: list[float] = []  # of every measured time: the relative half of the turns' difference
 
     def record(self, samples: Sequence[int], variants: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:
         """Run all rounds; return what this process measured."""
         subject = subject_of(self.settings, self.device)
-        cores = len(os.sched_getaffinity(0))
-        together = sorted({1, min(cores, self.count), self.count})
-        passes, updates = [], []
-        for size in samples:  # the first passes of a process are slow
-            self._round(self.count, *passes_of(subject, size))
-        for active in together:
-            for size in samples:
-                forward_s, backward_s = self._round(active, *passes_of(subject, size))
-                passes.append({"samples": size, "active": active, "forward_s": forward_s, "backward_s": backward_s})
-            updates.append({"active": active, "seconds": self._round(active, updating(subject))[0]})
+        samples = [size for size in samples if fits(subject, size)] or samples[:1]
+        cores, on_gpu = len(os.sched_getaffinity(0)), self.device.type == GPUS
+        together = [self.count] if on_gpu else sorted({1, min(cores, self.count), self.count})
+        rounds: dict[tuple[int, int], Parts] = {
+            (active, size): passes_of(subject, size) for active in together for size in samples
+        }
+        rounds |= {(active, 0): (updating(subject),) for active in together}
+        took = self._in_turns(rounds)
+        sliced = self._in_turns(
+            {(1, size): passes_of(subject, size, SLICES) for size in samples if has_slices(subject)}
+        )
+        replays = self._in_turns(recorded_passes(subject, samples, self.count)) if on_gpu else {}
         whole = subject.batch(samples[0])
         return {
             "model": self.settings.model.title,
             "device": self.device.type,
-            "gpu": torch.cuda.get_device_name(self.device) if self.device.type == GPUS else "",
+            "gpu": torch.cuda.get_device_name(self.device) if on_gpu else "",
             "cores": cores,
             "ranks": self.count,
-            "passes": passes,
-            "updates": updates,
+            "passes": [
+                {"samples": size, "active": active, "forward_s": pair[0], "backward_s": pair[1]}
+                for (active, size), pair in took.items()
+                if size
+            ],
+            "slices": [
+                {"samples": size, "active": active, "forward_s": pair[0], "backward_s": pair[1]}
+                for (active, size), pair in sliced.items()
+            ],
+            "updates": [{"active": active, "seconds": took[active, 0][0]} for active in together],
+            "replays": [
+                {"samples": size, "active": active, "forward_s": part_s, "backward_s": max(both_s - part_s, 0.0)}
+                for (active, size), (part_s, both_s) in replays.items()
+            ],
             "layers": self._alone(lambda: layers_of(subject, whole[0])) or [],
-            "data_s": self._alone(lambda: _loading_s(subject, samples[0])) or 0.0,
+            "halves": self._alone(lambda: halves_of(subject, samples[0])) or [],
+            "data_s": self._alone(lambda: loading_s(subject, samples[0])) or 0.0,
             "host": self._alone(lambda: list(host_s(subject, samples[0]))) or [0.0, 0.0, 0.0],
             "variants": {name: self._variant(changes, samples[0]) for name, changes in variants.items()},
-            "spread": self.spread,
+            "spread": median(self.doubts) if self.doubts else 0.0,
             "messages": self._messages(subject, samples[0], folder),
         }
+
+    def _in_turns(self, rounds: Mapping[tuple[int, int], Parts]) -> dict[tuple[int, int], list[float]]:
+        """Run all rounds several times, every second time in reverse order; return the means of their times."""
+        for (_, size), parts in rounds.items():  # the first passes of a process are slow
+            if size:
+                self._round(self.count, *parts)
+        found: dict[tuple[int, int], list[list[float]]] = {key: [] for key in rounds}
+        for turn in range(TURNS):
+            for key in list(rounds)[:: -1 if turn % 2 else 1]:
+                found[key].append(self._round(key[0], *rounds[key]))
+        for turns in found.values():
+            self.doubts += [
+                (max(times) - min(times)) / 2 / fmean(times) for times in zip(*turns, strict=True) if any(times)
+            ]
+        return {key: [fmean(times) for times in zip(*turns, strict=True)] for key, turns in found.items()}
 
     def _round(self, active: int, *parts: Callable[[], None]) -> list[float]:
         """Time the parts, one after the other, in the first `active` processes; return a median for each part."""
@@ -197,12 +222,7 @@ class _Worker:
                     times.append(perf_counter() - begin)
                 done += 1
         self.barrier.wait(LIMIT_S)
-        middles = [median(times[1:]) if times else 0.0 for times in took]
-        for times, middle in zip(took, middles, strict=True):
-            if len(times) > LEAST_PASSES and middle:
-                low, _, high = quantiles(times[1:], n=4)
-                self.spread = max(self.spread, (high - low) / 2 / middle / len(times) ** 0.5)
-        return middles
+        return [median(times[1:]) if times else 0.0 for times in took]
 
     def _alone(self, work: Callable[[], Any]) -> Any:
         self.barrier.wait(LIMIT_S)
@@ -217,7 +237,7 @@ class _Worker:
         try:
             subject = subject_of(replaced(self.settings, **recorded), self.device)
             if graphed:
-                return self._round(self.count, replaying(subject, size))
+                return self._round(self.count, replaying(*passes_of(subject, size)))
             return self._round(self.count, *passes_of(subject, size))
         except (RefusedError, RuntimeError):
             return None
@@ -229,165 +249,10 @@ class _Worker:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if self.device.type == GPUS else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=self.rank, world_size=self.count)
-        record = _beside_gpu(subject, size) if backend == "nccl" else _beside_cpu(subject, size)
+        record = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
         self.barrier.wait(LIMIT_S)
         dist.destroy_process_group()
         return record
-
-
-def subject_of(settings: "TrainSettings", device: torch.device) -> TimedModel:
-    """Build the model, the optimizer and the data of a job, as its ranks do."""
-    data, numerics = open_data(settings), numerics_of(settings, device)
-    model = numerics.place(model_of(settings, vocabulary=data.vocabulary))
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = data.train_batch(torch.arange(size) % data.train_samples, 0)
-        return move_inputs(inputs, device, numerics.inputs), targets.to(device)
-
-    return TimedModel(settings, numerics, model, numerics.optimizer(parameters, settings.optimizer), batch)
-
-
-def passes_of(subject: TimedModel, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return functions that run a forward of `size` samples, and the backward of the last forward."""
-    inputs, targets = subject.batch(size)
-    losses: list[Tensor] = []
-
-    def forward() -> None:
-        losses[:] = [subject.numerics.loss(subject.model, inputs, targets)]
-
-    def backward() -> None:
-        losses.pop().backward()  # type: ignore[no-untyped-call]
-
-    return forward, backward
-
-
-def updating(subject: TimedModel) -> Callable[[], None]:
-    """Return a function that runs the optimizer's step, and the release of the gradients that follows."""
-    for part in passes_of(subject, 1):
-        part()
-    gradients = [parameter.grad for parameter in subject.model.parameters()]
-
-    def update() -> None:
-        subject.optimizer.step()
-        subject.optimizer.zero_grad(set_to_none=True)
-        for parameter, gradient in zip(subject.model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-
-    return update
-
-
-def layers_of(subject: TimedModel, inputs: Tensor) -> list[dict[str, Any]]:
-    """Return the name, forward and backward seconds of every layer; none for a model that is no stack of layers."""
-    if not isinstance(subject.model, LayerStack) or subject.numerics.autocast is not None:
-        return []
-    names = [name for name, _ in subject.model.named_children()]
-    return [
-        {"name": name, "forward_s": forward_s, "backward_s": backward_s}
-        for name, (forward_s, backward_s) in zip(names, layer_times(subject.model, inputs), strict=True)
-    ]
-
-
-def host_s(subject: TimedModel, size: int) -> tuple[float, float, float]:
-    """Return the seconds in which the host enqueues a forward, a backward and an update on a GPU; 0 on CPUs."""
-    if subject.device.type != GPUS:
-        return 0.0, 0.0, 0.0
-    parts, took = (*passes_of(subject, size), updating(subject)), list[list[float]]()
-    for _ in range(MOST_PASSES // 4):
-        took.append([])
-        for part in parts:
-            synchronize(subject.device)
-            begin = perf_counter()
-            part()
-            took[-1].append(perf_counter() - begin)
-    forward, backward, update = (median(times) for times in zip(*took[1:], strict=True))
-    return forward, backward, update
-
-
-def replaying(subject: TimedModel, size: int) -> Callable[[], None]:
-    """Return a function that replays a forward and a backward, recorded as a CUDA graph."""
-    forward, backward = passes_of(subject, size)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(LEAST_PASSES):
-            forward()
-            backward()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-        backward()
-    return graph.replay
-
-
-def _loading_s(subject: TimedModel, size: int) -> float:
-    took = []
-    for _ in range(LEAST_PASSES):
-        begin = perf_counter()
-        subject.batch(size)
-        took.append(perf_counter() - begin)
-    return median(took)
-
-
-def _beside_cpu(subject: TimedModel, size: int) -> dict[str, float]:
-    """Time gloo's all-reduces with idle cores, then while a backward runs in a thread of every process."""
-    from threading import Event, Thread
-
-    found: dict[str, float] = {}
-    for nbytes in MESSAGES:
-        used, begin = process_time(), perf_counter()
-        found[f"idle_{nbytes}_s"] = _reducing_s(nbytes)
-        if nbytes == MESSAGES[-1]:
-            found["cpu_s_per_byte"] = (process_time() - used) / (CALLS + 1) / nbytes
-            found["wall_s"] = perf_counter() - begin
-    forward, backward = passes_of(subject, size)
-    over = Event()
-
-    def compute() -> None:
-        while not over.is_set():
-            forward()
-            backward()
-
-    thread = Thread(target=compute)
-    thread.start()
-    for nbytes in MESSAGES:
-        found[f"busy_{nbytes}_s"] = _reducing_s(nbytes)
-    over.set()
-    thread.join()
-    return found
-
-
-def _reducing_s(nbytes: int) -> float:
-    """Return the mean seconds of an all-reduce. The mean counts, because a rank that is not scheduled delays a step."""
-    data = torch.ones(nbytes // 4)
-    dist.all_reduce(data)
-    begin = perf_counter()
-    for _ in range(CALLS):
-        dist.all_reduce(data)
-    return (perf_counter() - begin) / CALLS
-
-
-def _beside_gpu(subject: TimedModel, size: int) -> dict[str, float]:
-    """Return the factor by which NCCL's kernels slow a backward that runs at the same time."""
-    forward, backward = passes_of(subject, size)
-    data, stream = torch.ones(16 << 20, device=subject.device), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    took: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(4 * LEAST_PASSES):
-        beside = bool(turn % 2)
-        forward()
-        synchronize(subject.device)
-        if beside:
-            with torch.cuda.stream(stream):
-                for _ in range(CALLS):
-                    dist.all_reduce(data)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        backward()
-        end.record()
-        end.synchronize()
-        took[beside].append(start.elapsed_time(end))
-        torch.cuda.synchronize(subject.device)
-    return {"slowed": max(median(took[True][1:]) / median(took[False][1:]), 1.0)}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from muster.collectives_bench.cost.goodput import (
     best_interval,
     best_spares,
     daly_s,
+    replay,
     simulate,
     young_s,
 )
@@ -63,3 +64,13 @@ def test_a_failure_during_a_restart_begins_another_restart() -> None:
     found = simulate(RunTimes(start_s=1000.0), Faults(1, 1000.0, spares=10**6), 10.0, horizon_s=DAY_S, runs=20)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.shares["useful"] < 0.4
+
+
+def test_a_run_with_known_failures_loses_the_work_since_its_last_committed_save() -> None:
+    times = RunTimes(step_s=1.0, stall_s=0.0, save_s=0.5, detect_s=0.0, stop_s=1.0, start_s=2.0, load_s=0.0)
+    found = replay(times, Faults(1, 1.0, spares=9), 10.0, [14.0, 15.0, 50.0], horizon_s=100.0)
+    # 14: 4 s lost, restart; 15: cuts the restart short, which lasts until 18; 50: 32 s later, 2 s lost, restart
+    assert found.failures == 3
+    assert found.shares["lost_steps"] * 100 == pytest.approx(4 + 2)
+    assert found.shares["useful"] * 100 == pytest.approx(10 + 30 + 47)
+    assert sum(found.shares.values()) == pytest.approx(1.0)

@@ -73,3 +73,16 @@ def test_an_unknown_machine_is_guessed_from_operations_and_a_known_gpu_is_scaled
     assert known.spread < guess.spread
     with pytest.raises(UsageError, match="h100"):
         on_gpu(TIMES, "h10", 1e12, "bf16")
+
+
+def test_recorded_passes_and_slices_have_their_own_times() -> None:
+    recorded = [{"samples": 4, "active": 2, "forward_s": 0.01, "backward_s": 0.02}]
+    slices = [{"samples": 4, "active": 1, "forward_s": 0.03, "backward_s": 0.05}]
+    more = {"device": "cuda", "replays": recorded, "slices": slices, "halves": [0.1, 0.06, 0.05]}
+    times = LayerTimes.model_validate({**RECORD, **more})
+    assert times.pass_s(4, 4, recorded=True) == pytest.approx((0.01, 0.02))
+    assert times.pass_s(4, 4) == pytest.approx((0.05, 0.10))  # GPUs do not share cores
+    assert times.slice_s(2) == pytest.approx((0.015, 0.025))
+    assert times.backward_halves == pytest.approx((0.6, 0.5))
+    assert (TIMES.slice_s(2), TIMES.backward_halves) == (None, (0.5, 0.5))
+    assert TIMES.pass_s(4, recorded=True) == TIMES.pass_s(4)
