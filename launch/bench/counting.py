@@ -3,20 +3,12 @@
 This process therefore needs no torch.
 """
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.counted import Counted, read
-from muster.jobs.spec.plain import spelled
-from muster.jobs.spec.python import words_of
+from muster.launch.bench.ranks_python import ask
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
@@ -43,35 +35,7 @@ def own_code(job: "Job", settings: "TrainSettings", workdir: str | None = None) 
     """
     if settings.model.make is None and settings.optimizer.make is None:
         return OwnCode()
-    record = _asked(job, workdir or job.workdir or str(Path.cwd()))
-    if "refused" in record:
-        raise RefusedError(record["refused"])
+    folder = workdir or job.workdir or str(Path.cwd())
+    doing = "counting the user's model"
+    record = ask(job, "muster.jobs.train.memory.meta", {}, folder=folder, timeout_s=TIMEOUT_S, doing=doing)
     return OwnCode(None if record["model"] is None else read(record["model"]), record["state_bytes"])
-
-
-def _asked(job: "Job", workdir: str) -> Mapping[str, Any]:
-    words = (sys.executable,) if job.python is None else words_of(job.python)
-    argv = [*words[:-1], *module_argv(words[-1], "muster.jobs.train.memory.meta")]
-    try:
-        done = subprocess.run(
-            argv,
-            input=json.dumps({"job": spelled(job)}),
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=workdir,
-            env={**os.environ, **job.env},
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except OSError as error:
-        raise RefusedError(
-            f"python: cannot start {words[0]} in {workdir}: {error.strerror}; correct python: in the job"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise RefusedError(f"train: counting the user's model took longer than {TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise RefusedError(
-            f"train: counting the model ended with exit code {done.returncode}; see the output of {words[0]} above"
-        )
-    record: Mapping[str, Any] = json.loads(done.stdout)
-    return record

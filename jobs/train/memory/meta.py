@@ -6,11 +6,10 @@
 The process runs in the job's working folder. Output of the user's code goes to standard error.
 """
 
-import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
+from muster.jobs.basics.answering import answer
 from muster.jobs.basics.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -19,11 +18,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Count the model and optimizer of the job on standard input."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    with answer:
-        answer.write(json.dumps(_counted(json.load(sys.stdin))))
-    return 0
+    return answer(_counted)
 
 
 def _counted(asked: dict[str, Any]) -> dict[str, Any]:

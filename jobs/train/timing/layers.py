@@ -13,7 +13,6 @@ All rounds are run in `TURNS` turns. How far the turns differ is the error of th
 recorded as CUDA graphs and replayed, because a recorded step does not wait for the host.
 """
 
-import json
 import multiprocessing
 import os
 import sys
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 import torch.distributed as dist
 
+from muster.jobs.basics.answering import answer
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import replaced
 from muster.jobs.spec.plain import plain_job
@@ -61,11 +61,7 @@ LIMIT_S: Final = 240.0
 
 def main() -> int:
     """Measure the job on standard input."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    with answer:
-        answer.write(json.dumps(_measured(json.load(sys.stdin))))
-    return 0
+    return answer(_measured)
 
 
 def _measured(asked: Mapping[str, Any]) -> dict[str, Any]:
