@@ -81,10 +81,10 @@ class MemoryCopies:
         found = None
         for row in read_lines(run.events):
             if row.get("event") == "copied":
-                numbers = [number(row.get(name), least=0) for name in ("step", "bytes", "sent")]
+                step, held, sent = (number(row.get(name), least=0) for name in ("step", "bytes", "sent"))
                 seconds = real(row.get("seconds"))
-                if None not in numbers and seconds is not None:
-                    found = cls(*numbers, seconds)  # type: ignore[arg-type]
+                if not (step is None or held is None or sent is None or seconds is None):
+                    found = cls(step, held, sent, seconds)
         return found
 
     def to_json(self) -> dict[str, Any]:
