@@ -91,7 +91,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             node.channel, node.hello, node.gone = Channel(), hello(host=f"n{slot}"), slot == LOST  # type: ignore[assignment]
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
-        story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None, times={}, has_session=False)
+        story = SimpleNamespace(
+            last_step=lambda nodes: 120, saved_step=None, copied_step=None, times={}, has_session=False
+        )
         alone = {"regrouping": None, "context": SimpleNamespace(adopted={})}
         stopped = {"tick": lambda now, late_s: None, "growing": False, "stop": None, "draining": None}
         roster = SimpleNamespace(nodes=made.run_nodes.nodes)
