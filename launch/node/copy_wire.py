@@ -42,7 +42,7 @@ Arrived = tuple[CheckpointDir, ShardRecord]
 
 
 @dataclass
-class Wire:
+class CopyConnection:
     """One authenticated connection."""
 
     socket: socket.socket
@@ -84,7 +84,7 @@ class Wire:
 
 
 @contextmanager
-def dialled(address: str, port: int, key: str) -> Iterator[Wire]:
+def dialled(address: str, port: int, key: str) -> Iterator[CopyConnection]:
     """Connect to the memory of another node.
 
     Raises:
@@ -94,7 +94,7 @@ def dialled(address: str, port: int, key: str) -> Iterator[Wire]:
     try:
         with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as reader:
             connection.settimeout(QUIET_S)
-            wire, end = Wire(connection, reader), AgentSide(key, 0, where)
+            wire, end = CopyConnection(connection, reader), AgentSide(key, 0, where)
             connection.sendall(end.greeting())
             connection.sendall(end.answer(wire.reader.readline(LONGEST)))
             if wire.reader.readline(LONGEST) != WELCOME:
@@ -105,7 +105,7 @@ def dialled(address: str, port: int, key: str) -> Iterator[Wire]:
 
 
 @contextmanager
-def accepted(connection: socket.socket, address: str, key: str) -> Iterator[Wire]:
+def accepted(connection: socket.socket, address: str, key: str) -> Iterator[CopyConnection]:
     """Let the other end of a new connection prove that it holds the key.
 
     `address`: the one that it must have dialled; "" if this host does not know it.
@@ -115,12 +115,12 @@ def accepted(connection: socket.socket, address: str, key: str) -> Iterator[Wire
     """
     connection.settimeout(QUIET_S)
     with connection.makefile("rb") as reader:
-        wire = Wire(connection, reader)
+        wire = CopyConnection(connection, reader)
         _prove(wire, address, key)
         yield wire
 
 
-def _prove(wire: Wire, address: str, key: str) -> None:
+def _prove(wire: CopyConnection, address: str, key: str) -> None:
     connection = wire.socket
     greeting = read_greeting(wire.reader.readline(LONGEST))
     if address and greeting[2] != address:
@@ -153,7 +153,7 @@ def place_of(run: RunDir, told: Mapping[str, Any]) -> tuple[CheckpointDir, int]:
     return run.checkpoint(*found), writer
 
 
-def put(wire: Wire, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> int:
+def put(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> int:
     """Send a shard, unless the other node has it; return the number of bytes sent.
 
     Raises:
@@ -172,7 +172,7 @@ def put(wire: Wire, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> i
     return 0
 
 
-def get(wire: Wire, folder: CheckpointDir, writer: int) -> int:
+def get(wire: CopyConnection, folder: CheckpointDir, writer: int) -> int:
     """Receive a shard that this node lacks; return the number of bytes.
 
     Raises:
@@ -186,7 +186,9 @@ def get(wire: Wire, folder: CheckpointDir, writer: int) -> int:
     return _receive(wire, folder, writer, told)
 
 
-def answer(wire: Wire, run: RunDir, is_expected: Callable[[CheckpointDir, int], None], pace: Pace) -> Arrived | None:
+def answer(
+    wire: CopyConnection, run: RunDir, is_expected: Callable[[CheckpointDir, int], None], pace: Pace
+) -> Arrived | None:
     """Answer one request of another node; return the shard that it has put here, if any.
 
     `is_expected` is called before a received shard becomes visible.
@@ -228,7 +230,7 @@ def _sizes(folder: CheckpointDir, record: ShardRecord) -> dict[str, Any]:
     }
 
 
-def _send(wire: Wire, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
+def _send(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
     wire.socket.sendall(folder.ok(record.writer).read_bytes())
     with folder.shard(record.writer).open("rb") as file:
         at = 0
@@ -241,7 +243,7 @@ def _send(wire: Wire, folder: CheckpointDir, record: ShardRecord, pace: Pace) ->
             at += sent
 
 
-def _receive(wire: Wire, folder: CheckpointDir, writer: int, told: Mapping[str, Any]) -> int:
+def _receive(wire: CopyConnection, folder: CheckpointDir, writer: int, told: Mapping[str, Any]) -> int:
     """Receive both files of a shard, and compare them; errors as for `get`."""
     count, expected, ok = told.get("bytes"), told.get("sha256"), told.get("ok")
     if type(count) is not int or type(ok) is not int or not 0 < ok <= sealed.MAX_BYTES or count <= 0:
