@@ -160,7 +160,7 @@ def spelt(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(spelt, value)) + "]"
     if isinstance(value, str):
-        return f'"{value}"' if ":" in value and value[0].isdigit() else value
+        return f'"{value}"' if "[" in value or (":" in value and value[0].isdigit()) else value
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
