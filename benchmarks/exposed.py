@@ -198,7 +198,7 @@ def _step(trainer: Any, shards: Any) -> tuple[float, float]:
     from muster.pipe.schedules.actions import Action
 
     engine, ended = trainer.engine, []
-    engine._advance = lambda: ended.append(monotonic())
+    engine.update = lambda: ended.append(monotonic())
     dist.barrier()
     began = monotonic()
     engine.train_step(0, shards)
