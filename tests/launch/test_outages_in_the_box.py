@@ -124,6 +124,7 @@ def test_a_cut_network_costs_the_smaller_part_and_the_run_grows_back(box: LiveBo
     check_losses(live, tmp_path / "reference")
 
 
+@pytest.mark.soak
 def test_a_job_that_needs_all_nodes_waits_a_cut_network_out(box: LiveBox, tmp_path: Path) -> None:
     live = start(box, tmp_path, max=20)
     with apart(box):
@@ -151,7 +152,7 @@ def test_an_agent_that_was_killed_on_a_healthy_node_comes_back(box: LiveBox, tmp
     check_losses(live, tmp_path / "reference")
 
 
-@pytest.mark.parametrize("how", ["unplug", "kill"])
+@pytest.mark.parametrize("how", ["unplug", pytest.param("kill", marks=pytest.mark.soak)])
 def test_three_nodes_continue_in_place_and_the_fourth_joins_them(box: LiveBox, tmp_path: Path, how: str) -> None:
     live = start(box, tmp_path, max=20, min_nodes=1, in_place="auto")
     box.fail("node0", how)  # the node with the store and with rank 0
