@@ -244,7 +244,7 @@ def _send(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace
 
 
 def _receive(wire: CopyConnection, folder: CheckpointDir, writer: int, told: Mapping[str, Any]) -> int:
-    """Receive both files of a shard, and compare them; errors as for `get`."""
+    """Receive the two files of a shard, and check that they belong together; errors as for `get`."""
     count, expected, ok = told.get("bytes"), told.get("sha256"), told.get("ok")
     if type(count) is not int or type(ok) is not int or not 0 < ok <= sealed.MAX_BYTES or count <= 0:
         raise OSError("the other end speaks another protocol")

@@ -41,10 +41,9 @@ def partners(hosts: Mapping[Slot, str], domains: Mapping[str, str]) -> Partners:
     found: dict[Slot, Slot | None] = {}
     for index, slot in enumerate(order):
         others = [order[(index + shift + more) % count] for more in range(count)]
-        by_likeness = ([each for each in others if each != slot and place[each][0] != place[slot][0]][:1],
-                       [each for each in others if each != slot and place[each][1] != place[slot][1]][:1],
-                       [each for each in others if each != slot][:1])  # fmt: skip
-        found[slot] = next((each[0] for each in by_likeness if each), None)
+        elsewhere = [each for each in others if place[each][0] != place[slot][0]]
+        apart = [each for each in others if place[each][1] != place[slot][1]]
+        found[slot] = next((each for each in (*elsewhere, *apart, *others) if each != slot), None)
     pairs = [(place[slot], place[other]) for slot, other in found.items() if other is not None]
     return Partners(
         found,

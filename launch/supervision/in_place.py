@@ -57,7 +57,7 @@ class Part:
 
     @classmethod
     def of(cls, rank: int, data: int, tensor: int) -> "Part":
-        """Return the part of a rank among `data` copies."""
+        """Return the part of the model that a rank has, if the model has `data` copies."""
         return cls(rank // (data * tensor), rank % tensor)
 
 

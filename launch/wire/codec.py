@@ -78,9 +78,10 @@ def _remember_last(encode: Callable[[object], bytes]) -> Callable[[object], byte
     @wraps(encode)
     def remembering(message: object) -> bytes:
         nonlocal last
-        if last[0] is not message:
-            last = message, encode(message)
-        return last[1]
+        found = last  # once, because another thread may encode a message, too
+        if found[0] is not message:
+            last = found = message, encode(message)
+        return found[1]
 
     return remembering
 

@@ -10,25 +10,13 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import read_lines
+from support.exact_jobs import TRAIN
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 60
-MODEL = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1}
-TRAIN: dict[str, Any] = {
-    "model": MODEL,
-    "data": "synthetic",
-    "mode": "allreduce",
-    "exact": True,
-    "virtual_ranks": 12,
-    "batch_size": 24,
-    "steps": STEPS,
-    "log_every": 1,
-    "evaluate": False,
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-}
+MODEL = TRAIN["model"]
 
 
 def job(*, nodes: int = 1, ranks: int = 4, train: dict[str, Any] | None = None, **restart: Any) -> str:

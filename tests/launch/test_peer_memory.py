@@ -14,25 +14,12 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.launch.node.copies import SHARED_MEMORY
+from support.exact_jobs import STEPS, TRAIN
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 60
-MODEL = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1}
-TRAIN: dict[str, Any] = {
-    "model": MODEL,
-    "data": "synthetic",
-    "mode": "allreduce",
-    "exact": True,
-    "virtual_ranks": 12,
-    "batch_size": 24,
-    "steps": STEPS,
-    "log_every": 1,
-    "evaluate": False,
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-}
 CHECKPOINT = {"every_steps": 1000, "memory_every_steps": 5}
 
 

@@ -91,7 +91,7 @@ class LayerTimes(Strict):
     spread: float = 0.0  # relative error of the measured times
 
     def pass_s(self, samples: float, active: float = 1.0, *, recorded: bool = False) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward; of recorded ones, if a GPU has recorded any."""
+        """Return the seconds of a forward and a backward. `recorded`: of replayed ones, if those were measured."""
         curves = self._replayed if recorded and self.replays else self._curves
         at = {size: _at(points, samples) for size, points in curves.items()}
         active = active if self.device == "cpu" else 1.0  # GPUs do not slow each other down
