@@ -18,9 +18,10 @@ eager step, and whether it could record. `jobs/spec/recorded.py` decides about t
 
 import random
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -40,6 +41,10 @@ MOST_GRAPHS: Final = 4  # maximum number of graphs; each keeps its own inputs, a
 RECORDED: Final = f"cuda_graph: steps are replayed from a CUDA graph, after {EAGER_STEPS} eager ones"
 
 Form = tuple[Any, ...]
+
+
+class GraphsEnded(Exception):
+    """The graphs have been destroyed by another thread."""
 
 
 class Recordable(Protocol):
@@ -102,6 +107,8 @@ class GraphedSteps:
         # Eager steps run on the recording stream, too, so that per-stream objects are created for it.
         self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._launches = threading.Lock()  # held while a graph is recorded or launched, but not during collectives
+        self._has_ended = False
         self._seen: Counter[Form] = Counter()
 
     @property
@@ -120,8 +127,9 @@ class GraphedSteps:
             recorded = self._record(work, step, shards)
             if recorded is None:
                 return self._eagerly(work, step, shards)
-            self.recorded[form] = recorded
-        losses = recorded.replay(shards, work.seeds(step, shards), work.check)
+            with self._alive():
+                self.recorded[form] = recorded
+        losses = recorded.replay(shards, work.seeds(step, shards), self._alive, work.check)
         work.replayed()
         self.clock.lap("replay")
         return losses
@@ -141,7 +149,8 @@ class GraphedSteps:
         why, recorded = "", None
         with self.clock.muted():
             try:
-                recorded = RecordedStep(work, step, shards, self._stream, self._pool)
+                with self._alive():
+                    recorded = RecordedStep(work, step, shards, self._stream, self._pool)
             except RuntimeError as error:
                 why = str(error).strip().partition("\n")[0]
                 if not self.optional:
@@ -169,10 +178,28 @@ class GraphedSteps:
             self._release()
 
     def end(self) -> None:
-        """Destroy all graphs, without a wait for the device. NCCL cannot abort a communicator that a graph uses."""
-        for each in self.recorded.values():
-            each.destroy()
-        self.recorded.clear()
+        """Destroy all graphs, without a wait for the device; no step can be recorded or replayed any more.
+
+        NCCL cannot abort a communicator that a graph uses, and while it tries, a new collective waits for it. So the
+        thread that aborts first calls this method.
+        """
+        with self._launches:
+            self._has_ended = True
+            for each in self.recorded.values():
+                each.destroy()
+            self.recorded.clear()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Keep `end` waiting.
+
+        Raises:
+            GraphsEnded: if it has been called.
+        """
+        with self._launches:
+            if self._has_ended:
+                raise GraphsEnded("the graphs of this step have been destroyed")
+            yield
 
     def _release(self) -> None:
         self.recorded.clear()
@@ -217,11 +244,15 @@ class RecordedStep:
             raise RuntimeError("it draws random numbers on the host, which would be the same in every replay")
 
     def replay(
-        self, shards: Sequence[ShardInput], seeds: Sequence[int], check: Callable[[], None] = lambda: None
+        self,
+        shards: Sequence[ShardInput],
+        seeds: Sequence[int],
+        launching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Run the step on other inputs of the same form; return its losses as new tensors.
 
-        `check` is called between two graphs.
+        Each graph is launched in the context of `launching`. `check` is called between two graphs.
         """
         own, given = _tensors(self.shards), _tensors(shards)
         torch._foreach_copy_(own, given, non_blocking=True)
@@ -229,7 +260,8 @@ class RecordedStep:
         for index, graph in enumerate(self.graphs):
             if index:
                 check()
-            graph.replay()
+            with launching():
+                graph.replay()
         return [loss.clone() for loss in self.losses]
 
     def destroy(self) -> None:

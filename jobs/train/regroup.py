@@ -207,7 +207,7 @@ class LivingState:
             yield
             return
         self._connections = GroupConnections(self.store)
-        self.orders.work(self._connections.cut)
+        self.orders.work(self._cut)
         try:
             with lost_at_once():
                 yield
@@ -218,6 +218,12 @@ class LivingState:
             if not lost and not self.orders.has_come:
                 raise
             raise Interrupted(str(error).partition("\n")[0]) from error
+
+    def _cut(self) -> None:
+        """Break this rank's collectives, from another thread."""
+        if self.trainer is not None:
+            self.trainer.engine.end_graphs()
+        self._connections.cut()
 
     def connected(self) -> None:
         """Record that the group of this attempt is complete."""

@@ -80,9 +80,9 @@ class FusedRmsNorm(nn.RMSNorm):
         assert self.eps is not None
         why = why_not_fused(x)
         if not why:
-            from muster.jobs.train.kernels.rms_norm_triton import FusedRmsNormFunction
+            from muster.jobs.train.kernels.norms_triton import FusedNorm
 
-            return cast(Tensor, FusedRmsNormFunction.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+            return cast(Tensor, FusedNorm.apply(x, self.weight, None, self.eps, x.dtype))  # type: ignore[no-untyped-call]
         if why not in _warned:
             _warned.add(why)
             warnings.warn(f"rms_fused runs as torch's RMSNorm: {why}", stacklevel=2)

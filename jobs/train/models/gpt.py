@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.jobs.models.shapes import GptShape
+from muster.jobs.train.kernels.layer_norm import FusedLayerNorm
 from muster.jobs.train.kernels.rms_norm import FusedRmsNorm
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.rng.keyed import INITIALISE, key
@@ -22,7 +23,7 @@ from muster.pipe.token_slices import first_token, with_earlier_tokens
 
 EPSILON = 1e-5
 WEIGHT_STD = 0.02
-NORMS: Final[dict[str, type[nn.Module]]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "rms_fused": FusedRmsNorm}
+NORMS: Final[dict[str, type[nn.Module]]] = {"layer": FusedLayerNorm, "rms": nn.RMSNorm, "rms_fused": FusedRmsNorm}
 
 
 class Embed(nn.Module):
@@ -98,9 +99,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
-        self.norm1 = _norm(shape)
+        self.norm1 = _norm(shape, narrow=True)
         self.attention = Attention(shape)
-        self.norm2 = _norm(shape)
+        self.norm2 = _norm(shape, narrow=True)
         self.mlp = Mlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -140,8 +141,12 @@ def assemble_gpt(shape: GptShape) -> LayerStack:
     return LayerStack(layers)
 
 
-def _norm(shape: GptShape) -> nn.Module:
-    return NORMS[shape.norm](shape.d_model, eps=EPSILON)
+def _norm(shape: GptShape, *, narrow: bool = False) -> nn.Module:
+    """Build a norm. The result of a narrow one is read by layers only that autocast casts."""
+    norm = NORMS[shape.norm](shape.d_model, eps=EPSILON)
+    if narrow and isinstance(norm, FusedLayerNorm):
+        norm.narrow = True
+    return norm
 
 
 def _initialise(model: nn.Module, layers: int, generator: torch.Generator) -> None:

@@ -54,7 +54,7 @@ def test_the_memory_that_the_driver_tells_is_what_cuda_tells() -> None:
 
     kept = torch.ones(1 << 28, device="cuda")
     free, total = torch.cuda.mem_get_info()
-    seen = Gpus().look("0")
+    seen = Gpus().look(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
     assert seen is not None
     assert 0 <= seen[0] <= 100
     assert abs(seen[1] - (total - free)) < 0.02 * total + kept.nbytes

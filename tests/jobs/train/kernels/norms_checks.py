@@ -1,4 +1,4 @@
-"""Checks of the fused RMSNorm, run in a process with Triton's interpreter, or on a GPU: prints what is wrong."""
+"""Checks of the fused norms, run in a process with Triton's interpreter, or on a GPU: prints what is wrong."""
 
 import itertools
 import sys
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from muster.jobs.train.kernels import layer_norm
+from muster.jobs.train.kernels.layer_norm import FusedLayerNorm
 from muster.jobs.train.kernels.rms_norm import FusedRmsNorm, rms_norm
 
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 100), (4, 1000), (1, 5000), (0, 8), (2, 0, 8), (33, 16), (40, 70)]
+LAYER_SHAPES = [(3, 7), (2, 3, 100), (1, 1600), (0, 8), (33, 16)]
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 EPS = 1e-5
 
@@ -62,9 +65,48 @@ def cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     yield "expanded gradient", x, one, torch.ones(1, 1, device=device).expand(6, 40)
 
 
+def layer_results(module: torch.nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(dy.to(y.dtype))
+    assert x.grad is not None
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    assert len(gradients) == 2
+    return [y.detach(), x.grad, *gradients]
+
+
+def wrong_layers(device: str) -> Iterator[str]:
+    """Compare LayerNorm in float32, in 16 bits, and from float32 to 16 bits with PyTorch's in float64."""
+    types = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+    for shape, (dtype, narrow) in itertools.product(LAYER_SHAPES, types):
+        draw = torch.Generator(device).manual_seed(shape[-1])
+        x, dy = (torch.randn(shape, generator=draw, device=device) for _ in range(2))
+        x = (2.0 * x + 3.0).to(dtype)
+        module = FusedLayerNorm(shape[-1], eps=EPS, narrow=narrow, device=device)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(shape[-1], generator=draw, device=device))
+        wanted_type = torch.bfloat16 if narrow else dtype
+        dy = dy.to(wanted_type)
+        with torch.autocast(device, torch.bfloat16, enabled=narrow):
+            found = layer_results(module, x, dy)
+        reference = torch.nn.LayerNorm(shape[-1], eps=EPS, device=device, dtype=torch.float64)
+        reference.load_state_dict(module.state_dict())
+        wanted = layer_results(reference, x.double(), dy)
+        for name, one, other in zip(("y", "dx", "dg", "db"), found, wanted, strict=True):
+            scale = max(1e-30, float(other.abs().max())) if other.numel() else 1.0
+            far = float((one.double() - other).abs().max()) / scale if other.numel() else 0.0
+            bound = BOUNDS[one.dtype] * (10 if one.dtype == torch.float32 else 1)  # the mean of x is not 0
+            if not far <= bound or one.shape != other.shape or (name == "y" and one.dtype != wanted_type):
+                yield f"LayerNorm {shape} {dtype} to {wanted_type}: {name} is {one.dtype}, off by {far:.1e}"
+
+
 def main(device: str) -> None:
     """Print what is wrong, one line each."""
     torch.manual_seed(0)
+    layer_norm.MIN_ELEMENTS = 0
+    for line in wrong_layers(device):
+        print(line)
     count = 0
     for case in cases(device):
         count += 1

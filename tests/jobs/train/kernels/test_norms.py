@@ -1,4 +1,4 @@
-"""RMSNorm in its three ways: values, derivatives, and what the fused one does where it cannot run."""
+"""RMSNorm in its three ways, and LayerNorm: values, derivatives, and what the fused ones do where they cannot run."""
 
 import os
 import subprocess
@@ -11,10 +11,12 @@ import torch
 from torch.autograd import gradcheck
 
 from muster.jobs.spec.load import EXAMPLES
+from muster.jobs.train.kernels import layer_norm
 from muster.jobs.train.kernels import rms_norm as ways
+from muster.jobs.train.kernels.layer_norm import FusedLayerNorm
 from muster.jobs.train.kernels.rms_norm import DerivedRmsNorm, FusedRmsNorm, rms_norm
 
-CHECKS = Path(__file__).parent / "rms_norm_checks.py"
+CHECKS = Path(__file__).parent / "norms_checks.py"
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 10), (0, 4)])
@@ -81,3 +83,13 @@ def test_triton_on_a_gpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> No
         "Triton needs a compiler, but none of no-such-compiler is installed; install one or name it in CC"
     )
     assert ways.why_no_triton.__wrapped__("cpu") == ""
+
+
+def test_without_a_gpu_layer_norm_is_torchs_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_norm, "MIN_ELEMENTS", 0)
+    x = torch.randn(3, 8)
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("error")
+        y = FusedLayerNorm(8, narrow=True)(x)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, torch.nn.functional.layer_norm(x, (8,), torch.ones(8), torch.zeros(8)))
