@@ -180,8 +180,8 @@ class GraphedSteps:
     def end(self) -> None:
         """Destroy all graphs, without a wait for the device; no step can be recorded or replayed any more.
 
-        NCCL cannot abort a communicator that a graph uses, and while it tries, a new collective waits for it. So the
-        thread that aborts first calls this method.
+        NCCL cannot abort a communicator that a graph uses, and while it tries, a new collective of the rank waits for
+        it. So another thread than that of the steps may call this method.
         """
         with self._launches:
             self._has_ended = True

@@ -11,6 +11,7 @@ one step is repeated. Wrappers, optimizer and graphs are built anew, as after th
 import gc
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,10 +221,16 @@ class LivingState:
             raise Interrupted(str(error).partition("\n")[0]) from error
 
     def _cut(self) -> None:
-        """Break this rank's collectives, from another thread."""
+        """Break this rank's collectives, from another thread.
+
+        NCCL aborts a communicator when no graph uses it any more, and a graph is destroyed when its collectives have
+        ended, because they are aborted. So both happen at the same time.
+        """
+        cutting = threading.Thread(target=self._connections.cut, name="abort", daemon=True)
+        cutting.start()
         if self.trainer is not None:
             self.trainer.engine.end_graphs()
-        self._connections.cut()
+        cutting.join()
 
     def connected(self) -> None:
         """Record that the group of this attempt is complete."""
