@@ -170,7 +170,15 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
         flops = sum(part.flops + part.backward_flops for part in load.model.parts)
         times = measured.on_gpu(times, imagined["gpu"], flops, _settings(job).precision)
     recording = records(_settings(job).model_copy(update={"mode": "bucketed", "parallel": None}), times.device)
-    site = JobSite(load, times, KnownNetwork(network), job.nodes, sharing, records=recording)
+    site = JobSite(
+        load,
+        times,
+        KnownNetwork(network),
+        job.nodes,
+        sharing,
+        cpu_s_per_byte=network.cpu_s_per_byte,
+        records=recording,
+    )
     return site, _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
 
 

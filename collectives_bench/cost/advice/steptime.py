@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
-from muster.collectives_bench.cost.advice.measured import LayerTimes
+from muster.collectives_bench.cost.advice.measured import SPLITS_BACKWARD, WHOLE, LayerTimes, actions_of
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, PipelineTimes, alone, shared, stage_ranks
 from muster.collectives_bench.cost.advice.plans import SplitPlan
 from muster.collectives_bench.cost.buckets import Lanes
@@ -43,7 +43,6 @@ Made = TypeVar("Made")
 ONE_WAY: Final = ("gpipe", "1f1b")  # schedules in which a micro-batch visits every stage once in each direction
 HIDES_BACKWARD: Final = ("flat", "allreduce", "overlap", "bucketed", "ddp")
 SURELY: Final = 0.8  # of an all-reduce of all gradients: the sum of its parts is not less
-SPLITS_BACKWARD: Final = ("zb1p", "zbv")
 FULLY_SHARDED: Final = 3  # ZeRO's stage
 UNIT_CALLS: Final = 3  # of a fully sharded unit: gathered for the forward and for the backward, then reduced
 PARTS: Final = ("data", "computation", "bubble", "communication", "update")
@@ -77,6 +76,7 @@ class JobSite:
     nodes: int
     sharing: int  # ranks that share one machine
     options: tuple[str, ...] = ()
+    cpu_s_per_byte: float = 0.0  # of a message between nodes
     records: bool = False  # the job records steps as CUDA graphs where its split allows it
     parts: dict[object, Any] = field(default_factory=dict, compare=False)  # parts of the model, by the way it is cut
 
@@ -147,6 +147,14 @@ class KnownNetwork:
         return self.known[key]
 
 
+class NoNetwork:
+    """A network without costs, for processes of one machine, whose messages' CPU time is part of the actions."""
+
+    def predict(self, *_: Any, **more: Any) -> Prediction:
+        """Return 0 s."""
+        return Prediction(0.0, 0.0, 0.0, "messages within a machine")
+
+
 class GroupNetwork:
     """The network as one of several groups sees it, which share the links of their nodes."""
 
@@ -167,6 +175,20 @@ def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts
     """
     priced = _pipeline(plan, site, bound) if plan.schedule else _whole_model(plan, site, bound)
     return _beside_host(priced, plan, site)
+
+
+def measured_error(site: JobSite) -> float:
+    """Return the largest relative error of the predicted time of the pipelines that were measured on this machine."""
+    told, errors = site.times, list[float]()
+    for step in told.steps:
+        load = replace(site.load, ranks=told.ranks, batch=step.microbatches * step.samples, split=None)
+        here = JobSite(load, told, NoNetwork() if told.device == "cpu" else site.network, 1, told.ranks)
+        here = replace(here, records=site.records)
+        plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
+        if step.mode == WHOLE:
+            plan = SplitPlan(data=told.ranks, averaging=WHOLE)
+        errors.append(abs(price(plan, here).seconds / step.seconds - 1))
+    return max(errors, default=0.0)
 
 
 def least_s(plan: SplitPlan, site: JobSite) -> float:
@@ -223,12 +245,19 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
     return StepParts(
         data=site.times.data_s * samples / site.times.passes[0].samples,
-        computation=parts * (forward + backward) + averaged.slowed_s,
+        computation=parts * (forward + backward) + averaged.slowed_s + _engine_s(site, samples),
         bubble=0.0,
         communication=averaged.exposed_s - averaged.slowed_s + split_s,
         update=update,
         wire_bytes=averaged.wire_bytes + split_bytes,
     )
+
+
+def _engine_s(site: JobSite, samples: float) -> float:
+    """Return the seconds of a step's work besides passes, update and sums, on ranks that may share cores."""
+    sums_s = site.times.messages.get("cpu_s_per_byte", 0.0) * sum(site.load.gradient_sizes)
+    own_s = max(site.times.engine_s(WHOLE, samples) - sums_s, 0.0)
+    return own_s * max(site.active / site.times.cores, 1.0)
 
 
 @dataclass(frozen=True)
@@ -261,7 +290,7 @@ def _lanes(site: JobSite, load: RankLoad, network: Network, nodes: int) -> Lanes
     took = network.predict(
         "all_reduce", nbytes, ranks=load.ranks, nodes=nodes, backend=load.backend, back_to_back=True
     ).seconds
-    return site.times.lanes(load.backend, site.active, nbytes / took if took else 0.0)
+    return site.times.lanes(load.backend, site.active, nbytes / took if took else 0.0, site.cpu_s_per_byte)
 
 
 def _sent(plan: SplitPlan, volume: float) -> float:
@@ -292,23 +321,24 @@ def _update_s(plan: SplitPlan, site: JobSite, share: float) -> float:
 
 
 def _beside_host(parts: StepParts, plan: SplitPlan, site: JobSite) -> StepParts:
-    """Add the time for which a GPU waits for its host.
+    """Replace the time of reading data by the time for which a GPU waits for its host.
 
-    The host needs as long to start a part of a layer as all of it, and `call_s` to start a collective or a message. It
-    launches a recorded step at once, and a recorded pipeline pass by pass.
+    The host reads data and enqueues a step while the GPU still works on the step before. It needs as long to start a
+    part of a layer as all of it, and `call_s` to start a collective or a message. It launches a recorded step at once,
+    and a recorded pipeline action by action.
     """
     told = site.times
     if told.device == "cpu" or not sum(told.host):
         return parts
     chunks = plan.way.schedule.chunks if plan.way.schedule else 0
-    passes = 2 * plan.microbatches * chunks  # of a pipeline's rank, each with one message
-    if site.replays(plan):
-        busy_s = passes * (told.messages.get("launch_s", 0.0) + told.messages.get("call_s", 0.0))
+    passes, call_s = plan.microbatches * chunks, told.messages.get("call_s", 0.0)
+    averaging_s = 0.0 if chunks == 0 and site.replays(plan) else _collectives(plan, site) / plan.pipe * call_s
+    if not site.replays(plan):
+        busy_s = sum(told.host) * plan.microbatches / plan.pipe + 2 * passes * call_s
     else:
-        calls = passes if plan.schedule else _collectives(plan, site)
-        busy_s = sum(told.host[:2]) * plan.microbatches / plan.pipe + calls * told.messages.get("call_s", 0.0)
-    host = max(busy_s - parts.computation, 0.0)
-    return replace(parts, computation=parts.computation + host, host=host)
+        busy_s = told.host_s(passes * actions_of(plan.schedule), plan.pipe) if chunks else 0.0
+    host = max(parts.data + busy_s + averaging_s - (parts.seconds - parts.data), 0.0)
+    return replace(parts, data=0.0, computation=parts.computation + host, host=host)
 
 
 def _collectives(plan: SplitPlan, site: JobSite) -> int:
@@ -337,7 +367,9 @@ def _pipeline(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     task = _task(plan, site, micro, bound)
     found = _simulated(plan, site, task)
     busy_s = sum(found.busy_s) / plan.pipe
-    update = _update_s(plan, site, max(stage.elements for stage in stages) / site.load.model.elements)
+    largest = max(stage.elements for stage in stages) / site.load.model.elements
+    fill_s = site.times.accumulate_s * largest / plan.tensor if site.replays(plan) else 0.0  # of gradients, with zeros
+    update = _update_s(plan, site, largest) + fill_s
     last = _tail(plan, site, task, stages, found, bound)
     tied_s, tied_bytes = _tied(plan, site, bound)
     messages = sum(task.message) / max(len(task.message), 1)
@@ -381,7 +413,14 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
     shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
     split_s, _ = _split_layers(plan, site, micro / slices, bound)
-    extra = [split_s / 2 * blocks for _, _, blocks in shares]
+    action_s = site.times.engine_s(plan.schedule, micro)
+    sent = [
+        site.times.message_s(micro / slices * chunk.outputs[-1] * site.load.itemsize, site.cpu_s_per_byte)
+        for chunk in chunks[:-1]
+    ]
+    ends = [(before + after) / 2 for before, after in pairwise([0.0, *sent, 0.0])]  # of the messages of an action
+    extra = [split_s / 2 * blocks + action_s + own_s for (_, _, blocks), own_s in zip(shares, ends, strict=True)]
+    backward += site.times.accumulate_s / plan.tensor if site.replays(plan) else 0.0
     return PipelineTask(
         plan.schedule,
         plan.pipe,

@@ -1,0 +1,105 @@
+"""Real training steps, on all processes of the measurement.
+
+They show the time of the engine and of its messages besides the passes: on CPUs as CPU time of all threads, on GPUs as
+the host's time until a step is enqueued.
+
+    GPU idle │ host: step is enqueued │          host_s
+    back to back: steps begin before the GPU has finished the last one        seconds
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.sections import replaced
+from muster.jobs.spec.modes import PIPELINES
+from muster.jobs.train.data import open_data
+from muster.jobs.train.data.loading import move
+from muster.jobs.train.loop import Trainer, build_trainer
+from muster.jobs.train.timing.device import synchronize
+from muster.jobs.train.timing.passes import GPUS
+from muster.jobs.world.world import World
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
+WARM: Final = {GPUS: 6, "cpu": 2}  # steps: on GPUs also those before the passes are recorded
+TIMED: Final = {GPUS: 8, "cpu": 4}
+MODES: Final = ("flat", "gpipe", "1f1b", "zb1p", "terapipe")
+FEW, MANY = 1, 4  # micro-batches for each rank
+
+
+def rows_of(device: torch.device, samples: int) -> list[tuple[str, int, int]]:
+    """Return the steps to time: a mode, micro-batches for each rank, samples in each.
+
+    On GPUs they differ in the number of actions, on CPUs in the mode and in the size of an action.
+    """
+    if device.type == GPUS:
+        return [("zb1p", FEW, 1), ("zb1p", MANY, 1)]
+    return [(mode, FEW, size) for mode in MODES for size in sorted({1, samples})]
+
+
+def steps_of(
+    settings: "TrainSettings", device: torch.device, rows: Sequence[tuple[str, int, int]]
+) -> list[dict[str, Any]]:
+    """Time steps with a stage, or all of the model, on every rank; leave out those that the job's other settings or
+    its model do not allow. A collective.
+    """
+    found = []
+    for mode, per_rank, samples in rows:
+        microbatches = per_rank * dist.get_world_size()
+        changes = {"mode": mode, "parallel": None, "batch_size": samples * microbatches, "epochs": None, "steps": 1000}
+        changes["microbatches"] = microbatches if mode in PIPELINES else None
+        try:
+            trainer = _trainer(replaced(settings, **changes), device)
+        except (RefusedError, ValueError, RuntimeError):  # the same on all ranks
+            continue
+        found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **_timed(trainer)})
+        del trainer
+        gc.collect()
+    return found
+
+
+def _trainer(settings: "TrainSettings", device: torch.device) -> Trainer:
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
+    return build_trainer(settings, open_data(settings), world)
+
+
+def _timed(trainer: Trainer) -> dict[str, float]:
+    """Return the seconds of a step, and the host's, on the slowest rank; and the mean CPU seconds of a rank."""
+    device, inputs = trainer.world.device, trainer.own_steps()
+    count, done = TIMED[device.type], 0
+
+    def run() -> None:
+        nonlocal done
+        trainer.clock.start()
+        trainer.engine.train_step(done, move(inputs[done], device, trainer.dtype).shards)
+        trainer.clock.stop()
+        done += 1
+
+    for _ in range(WARM[device.type]):
+        run()
+    synchronize(device)
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        run()
+    synchronize(device)
+    step_s, cpu_s = (time.perf_counter() - began) / count, (time.process_time() - used) / count
+    host = []
+    for _ in range(count if device.type == GPUS else 0):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        host.append(time.perf_counter() - began)
+    synchronize(device)
+    own = torch.tensor([step_s, median(host or [0.0]), cpu_s], dtype=torch.float64, device=device)
+    every = [torch.empty_like(own) for _ in range(trainer.world.size)]
+    dist.all_gather(every, own)
+    seconds, hosts, cpus = zip(*(each.tolist() for each in every), strict=True)
+    return {"seconds": max(seconds), "host_s": max(hosts), "cpu_s": sum(cpus) / len(cpus)}
