@@ -63,6 +63,8 @@ def steps_of(
         found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **_timed(trainer)})
         del trainer
         gc.collect()
+        if device.type == GPUS:
+            torch.cuda.empty_cache()
     return found
 
 

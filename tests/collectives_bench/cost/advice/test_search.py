@@ -141,10 +141,10 @@ def test_a_gpu_hides_the_hosts_work_unless_it_takes_longer_than_the_step() -> No
     here = replace(site(), load=replace(site().load, backend="nccl"))
     times = {"device": "cuda", "host": [0.001, 0.001, 0.001], "data_s": 0.01}
     fast = replace(here, times=here.times.model_copy(update=times))
-    slow = replace(here, times=here.times.model_copy(update={**times, "host": [0.1, 0.2, 0.1]}))
+    slow = replace(here, times=here.times.model_copy(update={**times, "host": [1.0, 2.0, 1.0]}))
     plan = SplitPlan(4, averaging="flat")
     assert price(plan, fast).seconds == pytest.approx(price(plan, here).seconds)
-    assert price(plan, slow).seconds == pytest.approx(0.4 + 4 * 0.01)
+    assert price(plan, slow).seconds == pytest.approx(4.0 + 4 * 0.01)
 
 
 def test_the_best_bucket_is_the_fastest_size() -> None:
