@@ -249,7 +249,7 @@ class _Worker:
         backend = "nccl" if self.device.type == GPUS else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=self.rank, world_size=self.count)
         messages = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
-        steps = steps_of(self.settings, self.device, rows_of(self.device, size))
+        steps = steps_of(self.settings, self.device, rows_of(subject, size))
         self.barrier.wait(LIMIT_S)
         dist.destroy_process_group()
         return {"messages": messages, "steps": steps}

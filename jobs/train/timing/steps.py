@@ -23,7 +23,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.timing.device import synchronize
-from muster.jobs.train.timing.passes import GPUS
+from muster.jobs.train.timing.passes import GPUS, TimedModel, has_slices
 from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 
 WARM: Final = {GPUS: 6, "cpu": 2}  # steps: on GPUs also those before the passes are recorded
 TIMED: Final = {GPUS: 8, "cpu": 4}
-MODES: Final = ("flat", "gpipe", "1f1b", "zb1p", "terapipe")
+MODES: Final = ("flat", "gpipe", "1f1b", "zb1p", "terapipe")  # the last one needs sequences that can be cut
 FEW, MANY = 1, 4  # micro-batches for each rank
 
 
-def rows_of(device: torch.device, samples: int) -> list[tuple[str, int, int]]:
+def rows_of(subject: TimedModel, samples: int) -> list[tuple[str, int, int]]:
     """Return the steps to time: a mode, micro-batches for each rank, samples in each.
 
     On GPUs they differ in the number of actions, on CPUs in the mode and in the size of an action.
     """
-    if device.type == GPUS:
+    if subject.device.type == GPUS:
         return [("zb1p", FEW, 1), ("zb1p", MANY, 1)]
-    return [(mode, FEW, size) for mode in MODES for size in sorted({1, samples})]
+    modes = MODES if has_slices(subject) else MODES[:-1]
+    return [(mode, FEW, size) for mode in modes for size in sorted({1, samples})]
 
 
 def steps_of(
