@@ -165,7 +165,8 @@ class LayerTimes(Strict):
 
         The optimizer's part is proportional to the parameters of a rank.
         """
-        of = [(actions_of(each.mode) * each.microbatches, each.host_s) for each in self.steps if each.host_s]
+        pipelines = [each for each in self.steps if each.mode != WHOLE]
+        of = [(actions_of(each.mode) * each.microbatches, each.host_s) for each in pipelines]
         if len(of) < POINTS:
             return actions * (self.messages.get("launch_s", 0.0) + self.messages.get("call_s", 0.0))
         (few, few_s), (many, many_s) = min(of), max(of)

@@ -162,8 +162,9 @@ def obstacle(plan: SplitPlan, site: JobSite, check: Check, memory_limit: float |
 def interval(plan: SplitPlan, parts: StepParts, site: JobSite) -> PredictedTime:
     """Return a step's interval: that of the network's times, and the errors of measured passes and pipelines."""
     low, high = price(plan, site, "low_s").seconds, price(plan, site, "high_s").seconds
-    error = site.kept("error", lambda: hypot(site.times.spread, measured_error(site)))
-    doubt = min(error, MOST_DOUBT) * (parts.computation + parts.bubble + parts.update)
+    pipeline = bool(plan.schedule)
+    error = site.kept(("error", pipeline), lambda: measured_error(site, pipeline=pipeline))
+    doubt = min(hypot(site.times.spread, error), MOST_DOUBT) * (parts.computation + parts.bubble + parts.update)
     return PredictedTime(max(min(low, parts.seconds) - doubt, 0.0), parts.seconds, max(high, parts.seconds) + doubt)
 
 

@@ -177,16 +177,18 @@ def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts
     return _beside_host(priced, plan, site)
 
 
-def measured_error(site: JobSite) -> float:
-    """Return the largest relative error of the predicted time of the pipelines that were measured on this machine."""
+def measured_error(site: JobSite, *, pipeline: bool) -> float:
+    """Return the largest relative error of the predictions for the steps that were measured on this machine."""
     told, errors = site.times, list[float]()
+    network = NoNetwork() if told.device == "cpu" else site.network
     for step in told.steps:
+        if (step.mode != WHOLE) != pipeline:
+            continue
         load = replace(site.load, ranks=told.ranks, batch=step.microbatches * step.samples, split=None)
-        here = JobSite(load, told, NoNetwork() if told.device == "cpu" else site.network, 1, told.ranks)
-        here = replace(here, records=site.records)
-        plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
-        if step.mode == WHOLE:
-            plan = SplitPlan(data=told.ranks, averaging=WHOLE)
+        here = JobSite(load, told, network, 1, told.ranks, records=site.records)
+        plan = SplitPlan(data=told.ranks, averaging=WHOLE)
+        if pipeline:
+            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
         errors.append(abs(price(plan, here).seconds / step.seconds - 1))
     return max(errors, default=0.0)
 

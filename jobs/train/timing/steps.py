@@ -41,7 +41,7 @@ def rows_of(subject: TimedModel, samples: int) -> list[tuple[str, int, int]]:
     On GPUs they differ in the number of actions, on CPUs in the mode and in the size of an action.
     """
     if subject.device.type == GPUS:
-        return [("zb1p", FEW, 1), ("zb1p", MANY, 1)]
+        return [(MODES[0], FEW, samples), ("zb1p", FEW, 1), ("zb1p", MANY, 1)]
     modes = MODES if has_slices(subject) else MODES[:-1]
     return [(mode, FEW, size) for mode in modes for size in sorted({1, samples})]
 
@@ -62,6 +62,7 @@ def steps_of(
         except (RefusedError, ValueError, RuntimeError):  # the same on all ranks
             continue
         found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **_timed(trainer)})
+        trainer.engine.end_graphs()
         del trainer
         gc.collect()
         if device.type == GPUS:

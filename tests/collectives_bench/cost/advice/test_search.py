@@ -133,7 +133,7 @@ def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
     times = here.times.model_copy(update={"steps": [RealSteps(**step, seconds=exact_s / 1.2, host_s=0, cpu_s=0)]})  # type: ignore[arg-type]
     row, priced = replace(here, times=times, parts={}), price(plan, here)
     found, before = search.interval(plan, priced, row), search.interval(plan, priced, here)
-    assert measured_error(row) == pytest.approx(0.2)
+    assert measured_error(row, pipeline=True) == pytest.approx(0.2)
     assert found.high_s - before.high_s == pytest.approx(0.2 * (priced.seconds - priced.communication - priced.data))
 
 
