@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Final, Literal
 
 from pydantic import Field
@@ -147,7 +148,10 @@ class LayerTimes(Strict):
         if self.device != "cpu" or not like:
             return 0.0
         extra = sorted((each.samples, self._besides_layers_s(each)) for each in like)
-        return max(_line(extra, samples), 0.0) if len(extra) > 1 else extra[0][1]
+        largest, most_s = extra[-1]
+        if samples > largest:  # more work costs more, at most in proportion
+            return min(max(_line(extra, samples), most_s), most_s * samples / largest)
+        return max(_line(extra, samples), 0.0)
 
     def _besides_layers_s(self, step: RealSteps) -> float:
         slices = SLICES if step.mode == SLICED else 1
@@ -176,8 +180,8 @@ class LayerTimes(Strict):
 
     def stretch(self, active: float) -> float:
         """Return the factor by which `active` computing ranks slow each other down."""
-        size = max(each.samples for each in self.passes)
-        return max(sum(self.pass_s(size, active)) / sum(self.pass_s(size, 1)), 1.0)
+        sizes = {each.samples for each in self.passes}
+        return max(median(sum(self.pass_s(size, active)) / sum(self.pass_s(size, 1)) for size in sizes), 1.0)
 
     def update_s(self, active: float) -> float:
         """Return the seconds of an optimizer step of the whole model."""
