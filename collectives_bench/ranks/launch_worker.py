@@ -178,11 +178,11 @@ class LaunchRank:
         )
 
     def _cores(self, before: load.Reading, seconds: float) -> float:
-        """Return the number of cores that were busy on all machines since `before`, `seconds` ago."""
+        """Return the number of cores that all ranks, and interrupts on all machines, used since `before`."""
         now = load.read()
-        used_s = now.busy_s + now.interrupts_s - before.busy_s - before.interrupts_s
-        told = [each[0] for each in self.control_group.gather([used_s / seconds])]
-        return round(sum(dict(zip(self.history.machines, told, strict=True)).values()), DIGITS + 1)
+        used = [now.own_s - before.own_s, now.interrupts_s - before.interrupts_s]
+        ranks, interrupts = zip(*self.control_group.gather([each / seconds for each in used]), strict=True)
+        return round(sum(ranks) + sum(dict(zip(self.history.machines, interrupts, strict=True)).values()), DIGITS + 1)
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
         """Make the call whose result is checked. In the first launch, also measure the memory of the call."""
