@@ -91,7 +91,7 @@ def series_of(rows: Iterable[BenchRow]) -> list[FitSeries]:
 
 
 def cpu_s_per_byte(rows: Iterable[BenchRow]) -> float:
-    """Return the CPU seconds of all ranks and of interrupts for a byte between nodes: the median of large all-reduces."""
+    """Return the CPU seconds of ranks and interrupts for a byte between nodes: the median of large all-reduces."""
     found = [
         row.cores * row.throughput_us / 1e6 / (OPERATIONS[row.cell.operation].wire(row.world.ranks) * row.nbytes)
         for row in rows
