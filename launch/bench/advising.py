@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.advice.measured import LayerTimes
     from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan
     from muster.collectives_bench.cost.advice.search import Advised, Check
-    from muster.collectives_bench.cost.advice.steptime import JobSite
+    from muster.collectives_bench.cost.advice.site import JobSite
     from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.profile import Profile
     from muster.jobs.spec.job import Job
@@ -152,7 +152,7 @@ def _settings(job: "Job") -> "TrainSettings":
 def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tuple[JobSite, SplitLimits]":
     """Measure or read what the search needs."""
     from muster.collectives_bench.cost.advice import measured
-    from muster.collectives_bench.cost.advice.steptime import JobSite, KnownNetwork
+    from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork
     from muster.jobs.spec.recorded import records
 
     ranks = loads.ranks_of(job, asked.job, "-n M")

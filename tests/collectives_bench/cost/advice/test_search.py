@@ -11,14 +11,8 @@ from muster.collectives_bench.cost.advice import search
 from muster.collectives_bench.cost.advice.measured import LayerTimes, PassTimes, RealSteps, UpdateTime
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, alone, shared
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
-from muster.collectives_bench.cost.advice.steptime import (
-    JobSite,
-    KnownNetwork,
-    NoNetwork,
-    least_s,
-    measured_error,
-    price,
-)
+from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork, NoNetwork
+from muster.collectives_bench.cost.advice.steptime import least_s, measured_error, price
 from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.counted import CountedAnatomy, CountedPart, CountedTensor
