@@ -182,7 +182,8 @@ class LaunchRank:
         now = load.read()
         used = [now.own_s - before.own_s, now.interrupts_s - before.interrupts_s]
         ranks, interrupts = zip(*self.control_group.gather([each / seconds for each in used]), strict=True)
-        return round(sum(ranks) + sum(dict(zip(self.history.machines, interrupts, strict=True)).values()), DIGITS + 1)
+        cores: float = sum(ranks) + sum(dict(zip(self.history.machines, interrupts, strict=True)).values())
+        return round(cores, DIGITS + 1)
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
         """Make the call whose result is checked. In the first launch, also measure the memory of the call."""
