@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
 WARM: Final = {GPUS: 6, "cpu": 2}  # steps: on GPUs also those before the passes are recorded
-TIMED: Final = {GPUS: 8, "cpu": 4}
+LEAST, MOST, ROUND_S = 2, 8, 1.0  # timed steps
 MODES: Final = ("flat", "gpipe", "1f1b", "zb1p", "terapipe")  # the last one needs sequences that can be cut
 FEW, MANY = 1, 4  # micro-batches for each rank
 
@@ -77,33 +77,35 @@ def _trainer(settings: "TrainSettings", device: torch.device) -> Trainer:
 
 def _timed(trainer: Trainer) -> dict[str, float]:
     """Return the seconds of a step, and the host's, on the slowest rank; and the mean CPU seconds of a rank."""
-    device, inputs = trainer.world.device, trainer.own_steps()
-    count, done = TIMED[device.type], 0
+    device, inputs, done = trainer.world.device, trainer.own_steps(), 0
 
-    def run() -> None:
+    def run() -> float:
         nonlocal done
+        began = time.perf_counter()
         trainer.clock.start()
         trainer.engine.train_step(done, move(inputs[done], device, trainer.dtype).shards)
         trainer.clock.stop()
         done += 1
+        return time.perf_counter() - began
 
-    for _ in range(WARM[device.type]):
-        run()
+    def every(*own: float) -> list[tuple[float, ...]]:
+        mine = torch.tensor(own, dtype=torch.float64, device=device)
+        told = [torch.empty_like(mine) for _ in range(trainer.world.size)]
+        dist.all_gather(told, mine)
+        return list(zip(*(each.tolist() for each in told), strict=True))
+
+    warm = [run() for _ in range(WARM[device.type])]
     synchronize(device)
+    count = min(max(int(ROUND_S / max(every(warm[-1])[0])), LEAST), MOST)
     began, used = time.perf_counter(), time.process_time()
     for _ in range(count):
         run()
     synchronize(device)
     step_s, cpu_s = (time.perf_counter() - began) / count, (time.process_time() - used) / count
-    host = []
+    host = [0.0]
     for _ in range(count if device.type == GPUS else 0):
         synchronize(device)
-        began = time.perf_counter()
-        run()
-        host.append(time.perf_counter() - began)
+        host.append(run())
     synchronize(device)
-    own = torch.tensor([step_s, median(host or [0.0]), cpu_s], dtype=torch.float64, device=device)
-    every = [torch.empty_like(own) for _ in range(trainer.world.size)]
-    dist.all_gather(every, own)
-    seconds, hosts, cpus = zip(*(each.tolist() for each in every), strict=True)
+    seconds, hosts, cpus = every(step_s, median(host[1:] or host), cpu_s)
     return {"seconds": max(seconds), "host_s": max(hosts), "cpu_s": sum(cpus) / len(cpus)}
