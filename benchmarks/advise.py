@@ -285,6 +285,8 @@ def results(work: Work, case: Case) -> Iterator[dict[str, Any]]:
             "measured_s": measured_s,
             "low_s": low_s,
             "high_s": high_s,
+            "interval_s": [row["step"]["low_s"], row["step"]["high_s"]],
+            "inside": row["step"]["low_s"] <= measured_s <= row["step"]["high_s"],
             "error": row["step"]["seconds"] / measured_s - 1,
             "predicted": row["parts"],
             "measured": found[0]["parts"],
@@ -311,13 +313,14 @@ def report(args: Any, work: Work, cases: Sequence[Case]) -> int:
             f"{row['predicted_s']:.3f} s",
             f"{row['measured_s']:.3f} s",
             f"{100 * row['error']:+.1f}%",
+            f"{row['interval_s'][0]:.3f} .. {row['interval_s'][1]:.3f} s",
         ]
         for row in every
     ]
     if not every:
         print("nothing is measured yet")
         return 1
-    table(["case", "split", "predicted", "measured", "error"], cells)
+    table(["case", "split", "predicted", "measured", "error", "interval"], cells)
     choices = [judged(rows) for rows in groups]
     table(
         ["case", "choice", "best measured", "slower by", "right"],
@@ -329,6 +332,7 @@ def report(args: Any, work: Work, cases: Sequence[Case]) -> int:
     mean = statistics.fmean(abs(row["error"]) for row in every)
     right = sum(each["reached"] for each in choices)
     print(f"{right} of {len(choices)} choices right; reach {'5 of 6' if work.gpus else f'{REACH} of 12'}")
+    print(f"{sum(row['inside'] for row in every)} of {len(every)} measured steps in the predicted interval")
     print(f"mean error {100 * mean:.1f} % over {len(every)} splits; reach {100 * MEAN_ERROR:.0f} %")
     return finish(args, "advise", choices, mean_error=mean, splits=every)
 
