@@ -153,6 +153,7 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
     """Measure or read what the search needs."""
     from muster.collectives_bench.cost.advice import measured
     from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork
+    from muster.collectives_bench.cost.advice.steptime import calibrated
     from muster.jobs.spec.recorded import records
 
     ranks = loads.ranks_of(job, asked.job, "-n M")
@@ -179,7 +180,7 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
         cpu_s_per_byte=network.cpu_s_per_byte,
         records=recording,
     )
-    return site, _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
+    return calibrated(site), _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
 
 
 def _network(asked: AdviceWanted, imagined: Mapping[str, str]) -> "Profile":

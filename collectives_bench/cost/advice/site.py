@@ -25,6 +25,7 @@ class JobSite:
     sharing: int  # ranks that share one machine
     options: tuple[str, ...] = ()
     cpu_s_per_byte: float = 0.0  # of a message between nodes
+    paces: tuple[float, float] = (1.0, 1.0)  # of ranks that share cores, without and with a pipeline: `calibrated`
     records: bool = False  # the job records steps as CUDA graphs where its split allows it
     parts: dict[object, Any] = field(default_factory=dict, compare=False)  # parts of the model, by the way it is cut
 
@@ -77,7 +78,8 @@ class JobSite:
     def passes(self, plan: SplitPlan, samples: float, active: float) -> tuple[float, float]:
         """Return the seconds of a forward and a backward of `samples` samples; tensor ranks split every layer."""
         forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
-        return forward * self.option_factor, backward * self.option_factor
+        factor = self.option_factor * self.paces[bool(plan.schedule)]
+        return forward * factor, backward * factor
 
 
 class KnownNetwork:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.cost.advice.measured import SPLITS_BACKWARD, WHOLE, actions_of
@@ -75,9 +76,30 @@ def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts
     return _beside_host(priced, plan, site)
 
 
+def calibrated(site: JobSite) -> JobSite:
+    """Return a site whose ranks share cores with the pace of the measured steps: measured time / predicted time.
+
+    A rank that may continue does not get a core at once, so the cores are not always busy. The paces are the medians
+    of the measured modes: without and with a pipeline.
+    """
+    if site.times.device != "cpu" or site.sharing < site.ranks:
+        return site
+    ratios = [_checked(site, pipeline=pipeline) for pipeline in (False, True)]
+    without, within = (1 / median(each) if each else 1.0 for each in ratios)
+    return replace(site, paces=(without, within))
+
+
 def measured_error(site: JobSite, *, pipeline: bool) -> float:
-    """Return the largest relative error of the predictions for the steps that were measured on this machine."""
-    told, errors = site.times, list[float]()
+    """Return the largest relative error of the predictions for the steps that were measured on this machine.
+
+    It is that without the paces, because the pace on other links is not known better than that.
+    """
+    return max((abs(ratio - 1) for ratio in _checked(site, pipeline=pipeline)), default=0.0)
+
+
+def _checked(site: JobSite, *, pipeline: bool) -> list[float]:
+    """Return predicted time / measured time of the steps that were measured on this machine."""
+    told, ratios = site.times, list[float]()
     network = NoNetwork() if told.device == "cpu" else site.network
     for step in told.steps:
         if (step.mode != WHOLE) != pipeline:
@@ -87,8 +109,8 @@ def measured_error(site: JobSite, *, pipeline: bool) -> float:
         plan = SplitPlan(data=told.ranks, averaging=WHOLE)
         if pipeline:
             plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
-        errors.append(abs(price(plan, here).seconds / step.seconds - 1))
-    return max(errors, default=0.0)
+        ratios.append(price(plan, here).seconds / step.seconds)
+    return ratios
 
 
 def least_s(plan: SplitPlan, site: JobSite) -> float:

@@ -12,7 +12,7 @@ from muster.collectives_bench.cost.advice.measured import LayerTimes, PassTimes,
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, alone, shared
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
 from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork, NoNetwork
-from muster.collectives_bench.cost.advice.steptime import least_s, measured_error, price
+from muster.collectives_bench.cost.advice.steptime import calibrated, least_s, measured_error, price
 from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.counted import CountedAnatomy, CountedPart, CountedTensor
@@ -126,6 +126,8 @@ def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
     exact_s = price(plan, replace(here, load=replace(here.load, batch=4), network=NoNetwork())).seconds
     times = here.times.model_copy(update={"steps": [RealSteps(**step, seconds=exact_s / 1.2, host_s=0, cpu_s=0)]})  # type: ignore[arg-type]
     row, priced = replace(here, times=times, parts={}), price(plan, here)
+    assert calibrated(row).paces == pytest.approx((1.0, 1 / 1.2))
+    assert calibrated(replace(row, sharing=1)).paces == (1.0, 1.0)
     found, before = search.interval(plan, priced, row), search.interval(plan, priced, here)
     assert measured_error(row, pipeline=True) == pytest.approx(0.2)
     assert found.high_s - before.high_s == pytest.approx(0.2 * (priced.seconds - priced.communication - priced.data))
