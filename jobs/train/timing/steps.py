@@ -57,16 +57,15 @@ def steps_of(
         microbatches = per_rank * dist.get_world_size()
         changes = {"mode": mode, "parallel": None, "batch_size": samples * microbatches, "epochs": None, "steps": 1000}
         changes["microbatches"] = microbatches if mode in PIPELINES else None
-        try:
-            trainer = _trainer(replaced(settings, **changes), device)
-        except (RefusedError, ValueError, RuntimeError):  # the same on all ranks
-            continue
-        found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **_timed(trainer)})
-        trainer.engine.end_graphs()
-        del trainer
-        gc.collect()
+        gc.collect()  # the trainer before
         if device.type == GPUS:
             torch.cuda.empty_cache()
+        try:
+            timed = _timed(_trainer(replaced(settings, **changes), device))
+        except (RefusedError, ValueError, RuntimeError):  # the same on all ranks
+            continue
+        found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **timed})
+    gc.collect()
     return found
 
 
@@ -107,5 +106,6 @@ def _timed(trainer: Trainer) -> dict[str, float]:
         synchronize(device)
         host.append(run())
     synchronize(device)
+    trainer.engine.end_graphs()
     seconds, hosts, cpus = every(step_s, median(host[1:] or host), cpu_s)
     return {"seconds": max(seconds), "host_s": max(hosts), "cpu_s": sum(cpus) / len(cpus)}
