@@ -117,6 +117,7 @@ class Work:
     rounds: int
     gpus: int = 0
     smoke: bool = False
+    splits: int = MOST
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -200,7 +201,7 @@ def chosen(told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [row for row in rows if row["step"]["seconds"] <= FAR * rows[0]["step"]["seconds"]]
     if told["best"] and told["best"]["changes"] != rows[0]["changes"]:
         rows = [told["best"], *rows]
-    return rows[:MOST]
+    return rows
 
 
 def measure(work: Work, case: Case, box: Box | None, row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def in_processes(work: Work, case: Case, rows: Sequence[dict[str, Any]]) -> None
 
 def runs_of(work: Work, case: Case, box: Box | None) -> None:
     """Measure all splits of a case, in turns."""
-    rows = chosen(advice(work, case, box))[: MOST_ON_GPUS if work.gpus else MOST]
+    rows = chosen(advice(work, case, box))[: work.splits]
     if work.gpus:
         in_processes(work, case, rows)
         return
@@ -270,7 +271,7 @@ def runs_of(work: Work, case: Case, box: Box | None) -> None:
 def results(work: Work, case: Case) -> Iterator[dict[str, Any]]:
     """Yield the measured splits of a case."""
     told = work.kept(f"advice-{case.key}")
-    for index, row in enumerate(chosen(told) if told else ()):
+    for index, row in enumerate(chosen(told)[: work.splits] if told else ()):
         found = [kept for turn in range(work.rounds) if (kept := work.kept(f"run-{case.key}-{index}-{turn}"))]
         if not found:
             continue
@@ -284,6 +285,8 @@ def results(work: Work, case: Case) -> Iterator[dict[str, Any]]:
             "measured_s": measured_s,
             "low_s": low_s,
             "high_s": high_s,
+            "interval_s": [row["step"]["low_s"], row["step"]["high_s"]],
+            "inside": row["step"]["low_s"] <= measured_s <= row["step"]["high_s"],
             "error": row["step"]["seconds"] / measured_s - 1,
             "predicted": row["parts"],
             "measured": found[0]["parts"],
@@ -310,13 +313,14 @@ def report(args: Any, work: Work, cases: Sequence[Case]) -> int:
             f"{row['predicted_s']:.3f} s",
             f"{row['measured_s']:.3f} s",
             f"{100 * row['error']:+.1f}%",
+            f"{row['interval_s'][0]:.3f} .. {row['interval_s'][1]:.3f} s",
         ]
         for row in every
     ]
     if not every:
         print("nothing is measured yet")
         return 1
-    table(["case", "split", "predicted", "measured", "error"], cells)
+    table(["case", "split", "predicted", "measured", "error", "interval"], cells)
     choices = [judged(rows) for rows in groups]
     table(
         ["case", "choice", "best measured", "slower by", "right"],
@@ -328,6 +332,7 @@ def report(args: Any, work: Work, cases: Sequence[Case]) -> int:
     mean = statistics.fmean(abs(row["error"]) for row in every)
     right = sum(each["reached"] for each in choices)
     print(f"{right} of {len(choices)} choices right; reach {'5 of 6' if work.gpus else f'{REACH} of 12'}")
+    print(f"{sum(row['inside'] for row in every)} of {len(every)} measured steps in the predicted interval")
     print(f"mean error {100 * mean:.1f} % over {len(every)} splits; reach {100 * MEAN_ERROR:.0f} %")
     return finish(args, "advise", choices, mean_error=mean, splits=every)
 
@@ -340,13 +345,15 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=330.0, help="stop after so many seconds")
     parser.add_argument("--steps", type=int, default=6, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each split")
+    parser.add_argument("--splits", type=int, help=f"most splits of a case; default {MOST}, on GPUs {MOST_ON_GPUS}")
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this host, and no box")
     parser.add_argument("--smoke", action="store_true", help="with --gpus: tiny models on the CPU, to see that it runs")
     parser.add_argument("--report", action="store_true", help="only print what is measured")
     args = parser.parse_args()
     args.state = args.state.resolve()
     args.state.mkdir(parents=True, exist_ok=True)
-    work = Work(args.state, time.monotonic() + args.limit_s, args.steps, args.rounds, args.gpus, args.smoke)
+    until, splits = time.monotonic() + args.limit_s, args.splits or (MOST_ON_GPUS if args.gpus else MOST)
+    work = Work(args.state, until, args.steps, args.rounds, args.gpus, args.smoke, splits)
     cases = [Case(rate, model, batch) for rate in RATES for batch in BATCHES for model in MODELS][: args.cases]
     if args.gpus:
         cases = [Case(GPU, model, batch) for model, batches in GPU_BATCHES.items() for batch in batches][: args.cases]

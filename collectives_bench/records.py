@@ -142,6 +142,7 @@ class Block(Strict):
     warm_up_calls: int = 0
     latency: SampleTimes | None = None  # times of single calls, with a barrier before each
     throughput_us: float | None = None  # time per call, for calls without pauses
+    cores: float | None = None  # used by all ranks, and by interrupts on all machines, during calls without pauses
     host_us: float | None = None  # on CUDA: time until the call returned to Python
     wrong: int | None = None  # number of wrong elements
     lateness: list[float] | None = None  # each rank's median share of the slowest rank's time

@@ -25,6 +25,7 @@ from muster.jobs.basics.errors import RefusedError
 
 QUIET: Final = 0.10  # load by other processes; if enough launches have less, only those are used
 LEAST_QUIET: Final = 3  # launches
+LARGE: Final = 1 << 18  # bytes, from which the costs of a byte exceed those of a call
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
     Raises:
         RefusedError: if every measurement failed, or no operation has enough sizes.
     """
-    found = series_of(rows_of(result))
+    rows = rows_of(result)
+    found = series_of(rows)
     if not found:
         raise RefusedError("fit: every measurement failed; muster bench show prints the reasons")
     enough = [each for each in found if each.is_enough]
@@ -63,6 +65,7 @@ def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
         made_of=_made_of(result),
         curves=[each.curve for each in known],
         constants=constants,
+        cpu_s_per_byte=short(cpu_s_per_byte(rows)),
         held_out_sizes=errors_of([pair for each in known if not each.curve.back_to_back for pair in each.left_out]),
         held_out_worlds=errors_of(worlds),
     )
@@ -85,6 +88,17 @@ def series_of(rows: Iterable[BenchRow]) -> list[FitSeries]:
             behind = key.model_copy(update={"back_to_back": True})
             found.setdefault(behind, {}).setdefault(row.nbytes, []).append(row.throughput_us / 1e6)
     return [FitSeries(key, tuple(sorted((s, tuple(t)) for s, t in sizes.items()))) for key, sizes in found.items()]
+
+
+def cpu_s_per_byte(rows: Iterable[BenchRow]) -> float:
+    """Return the CPU seconds of ranks and interrupts for a byte between nodes: the median of large all-reduces."""
+    found = [
+        row.cores * row.throughput_us / 1e6 / (OPERATIONS[row.cell.operation].wire(row.world.ranks) * row.nbytes)
+        for row in rows
+        if row.cores and row.throughput_us and row.cell.operation == "all_reduce" and row.nbytes >= LARGE
+        if row.world.nodes > 1 and row.world.device == "cpu"
+    ]
+    return median(found) if found else 0.0
 
 
 def launches_of(row: BenchRow) -> list[float]:

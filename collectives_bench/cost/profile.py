@@ -43,6 +43,7 @@ class Profile(Strict):
     made_of: str = ""  # the measured runs, machine and day, as text
     curves: list[Curve] = Field(default_factory=list)
     constants: list[Constants] = Field(default_factory=list)
+    cpu_s_per_byte: float = 0.0  # CPU seconds of sender and receiver for a byte of a message
     held_out_sizes: Errors | None = None
     held_out_worlds: Errors | None = None
 

@@ -146,7 +146,9 @@ class LaunchRank:
         warm_up_calls = sampler.warm_up(call.run, first_us)
         samples = sampler.latency(call.run)
         samples_us = [round(each / parts, DIGITS) for each in samples.slowest]
+        before, began = load.read(), time.perf_counter()
         back_to_back_us = sampler.back_to_back(call.run, median(samples.slowest))
+        cores = self._cores(before, time.perf_counter() - began)
         host_us = sampler.host(call.run)
         counted = self._count_the_wire(cell, nbytes, call)
         call.fill()
@@ -162,6 +164,7 @@ class LaunchRank:
             warm_up_calls=warm_up_calls,
             latency=SampleTimes.of(samples_us),
             throughput_us=round(back_to_back_us / parts, DIGITS),
+            cores=cores,
             host_us=host_us,
             wrong=wrong_of_all if self.settings.check else None,
             lateness=samples.lateness,
@@ -173,6 +176,14 @@ class LaunchRank:
                 of="cuda" if self.device.type == "cuda" else "rss",
             ),
         )
+
+    def _cores(self, before: load.Reading, seconds: float) -> float:
+        """Return the number of cores that all ranks, and interrupts on all machines, used since `before`."""
+        now = load.read()
+        used = [now.own_s - before.own_s, now.interrupts_s - before.interrupts_s]
+        ranks, interrupts = zip(*self.control_group.gather([each / seconds for each in used]), strict=True)
+        cores: float = sum(ranks) + sum(dict(zip(self.history.machines, interrupts, strict=True)).values())
+        return round(cores, DIGITS + 1)
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
         """Make the call whose result is checked. In the first launch, also measure the memory of the call."""

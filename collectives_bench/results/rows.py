@@ -47,6 +47,7 @@ class BenchRow(MeasuredRow):
     cv: float | None = None  # median over launches of the calls' coefficient of variation
     first_us: float | None = None
     throughput_us: float | None = None
+    cores: float | None = None
     host_us: float | None = None
     wrong: int | None = None  # number of wrong elements, over all launches
     algbw: float | None = None
@@ -150,6 +151,7 @@ def _with_numbers(row: BenchRow, blocks: Sequence[Block]) -> BenchRow:
         cv=median(cvs) if cvs else None,
         first_us=first_us,
         throughput_us=_middle(blocks, lambda block: block.throughput_us),
+        cores=_middle(blocks, lambda block: block.cores),
         host_us=_middle(blocks, lambda block: block.host_us),
         algbw=algbw,
         busbw=None if algbw is None else algbw * factor,

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 STAT: Final = Path("/proc/stat")
 # fields of the line "cpu": user nice system idle iowait irq softirq steal; guest times are included in user
 BUSY: Final = (0, 1, 2)
+INTERRUPTS: Final = (5, 6)  # such as the kernel's work for network packets
 STEAL: Final = 7
 ALL: Final = range(8)
 
@@ -25,6 +26,7 @@ class Reading(NamedTuple):
     busy_s: float
     steal_s: float
     all_s: float
+    interrupts_s: float = 0.0
 
 
 def read() -> Reading:
@@ -39,6 +41,7 @@ def read() -> Reading:
         busy_s=sum(ticks[field] for field in BUSY) * tick_s,
         steal_s=ticks[STEAL] * tick_s,
         all_s=sum(ticks[field] for field in ALL) * tick_s,
+        interrupts_s=sum(ticks[field] for field in INTERRUPTS) * tick_s,
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.advice.measured import LayerTimes
     from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan
     from muster.collectives_bench.cost.advice.search import Advised, Check
-    from muster.collectives_bench.cost.advice.steptime import JobSite
+    from muster.collectives_bench.cost.advice.site import JobSite
     from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.profile import Profile
     from muster.jobs.spec.job import Job
@@ -152,7 +152,8 @@ def _settings(job: "Job") -> "TrainSettings":
 def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tuple[JobSite, SplitLimits]":
     """Measure or read what the search needs."""
     from muster.collectives_bench.cost.advice import measured
-    from muster.collectives_bench.cost.advice.steptime import JobSite, KnownNetwork
+    from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork
+    from muster.collectives_bench.cost.advice.steptime import calibrated
     from muster.jobs.spec.recorded import records
 
     ranks = loads.ranks_of(job, asked.job, "-n M")
@@ -170,8 +171,16 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
         flops = sum(part.flops + part.backward_flops for part in load.model.parts)
         times = measured.on_gpu(times, imagined["gpu"], flops, _settings(job).precision)
     recording = records(_settings(job).model_copy(update={"mode": "bucketed", "parallel": None}), times.device)
-    site = JobSite(load, times, KnownNetwork(network), job.nodes, sharing, records=recording)
-    return site, _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
+    site = JobSite(
+        load,
+        times,
+        KnownNetwork(network),
+        job.nodes,
+        sharing,
+        cpu_s_per_byte=network.cpu_s_per_byte,
+        records=recording,
+    )
+    return calibrated(site), _limits(load, _settings(job), None if own.model is None else own.model.no_layers)
 
 
 def _network(asked: AdviceWanted, imagined: Mapping[str, str]) -> "Profile":

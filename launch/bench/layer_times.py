@@ -20,7 +20,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
 
 
 def measure(job: "Job", ranks: int, samples: Sequence[int], options: Sequence[str]) -> "LayerTimes":
-    """Time passes of these sizes with up to `ranks` processes at once on this machine, about half a minute.
+    """Time passes of these sizes with up to `ranks` processes at once on this machine, about a minute.
 
     Raises:
         RefusedError: if the model cannot be built or timed, or the ranks' Python has no torch.

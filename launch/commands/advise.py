@@ -13,8 +13,8 @@ EPILOG: Final = """\
 muster advise JOB.yaml --profile cluster.json                      the best split of the job
 muster advise JOB.yaml --profile cluster.json --apply best.yaml    also write the job with that split
 muster advise JOB.yaml --what-if nodes=64,link=100gbit,gpu=h100    on a cluster that you do not have
-Passes of the job's model are timed on this machine, for about half a minute. With --keep-times and --times they are
-timed only once.
+Passes of the job's model are timed on this machine, and steps of some modes, for about a minute. With --keep-times and
+--times they are timed only once.
 """
 
 

@@ -9,11 +9,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Final, Literal
 
 from pydantic import Field
 
 from muster.collectives_bench.cost.buckets import Lanes
+from muster.collectives_bench.cost.modes import SLICES
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.measuring.recorded import Format
@@ -23,6 +25,11 @@ VERSION: Final = 1
 STOLEN: Final = 0.75  # largest share of the computing cores that collectives may take
 SIZES: Final = (1 << 10, 1 << 20)  # bytes of the measured all-reduces
 HALVES: Final = 2
+SLICED: Final = "terapipe"
+LIKE: Final = {"zbv": "zb1p", "interleaved": "1f1b"}  # schedules whose actions cost as much as those of another one
+WHOLE: Final = "flat"  # the measured mode in which every rank has all layers
+SPLITS_BACKWARD: Final = ("zb1p", "zbv")
+POINTS: Final = 2  # of a line
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
 
 
@@ -69,6 +76,20 @@ class LayerTime(Strict):
     backward_s: float = Field(ge=0)
 
 
+class RealSteps(Strict):
+    """Steps of the engine on all measured ranks, with `samples` samples in each of `microbatches` micro-batches.
+
+    In a pipeline, every rank has a stage, and all micro-batches pass through it; else each rank has its share of them.
+    """
+
+    mode: str
+    microbatches: int = Field(ge=1)
+    samples: int = Field(ge=1)
+    seconds: float = Field(ge=0)
+    host_s: float = Field(ge=0)  # on GPUs: until the host has enqueued a step
+    cpu_s: float = Field(ge=0)  # of a rank's threads
+
+
 class LayerTimes(Strict):
     """What was measured of a model on a machine."""
 
@@ -84,6 +105,8 @@ class LayerTimes(Strict):
     slices: list[PassTimes] = Field(default_factory=list)  # passes of one slice of the samples' sequences
     halves: list[float] = Field(default_factory=list)  # seconds of a backward, and of its halves: inputs, weights
     layers: list[LayerTime] = Field(default_factory=list)
+    steps: list[RealSteps] = Field(default_factory=list)
+    accumulate_s: float = 0.0  # of a recorded backward that adds to gradients
     data_s: float = 0.0
     host: list[float] = Field(default_factory=list)  # seconds of the host's part of a forward, backward and update
     variants: dict[str, list[float] | None] = Field(default_factory=dict)
@@ -116,10 +139,49 @@ class LayerTimes(Strict):
             return 0.5, 0.5
         return self.halves[1] / self.halves[0], self.halves[2] / self.halves[0]
 
+    def engine_s(self, mode: str, samples: float) -> float:
+        """Return the CPU seconds of an action besides its layers: of the engine and its messages on the loopback.
+
+        Without a pipeline, the whole step is one action.
+        """
+        like = [each for each in self.steps if each.mode == LIKE.get(mode, mode)]
+        if self.device != "cpu" or not like:
+            return 0.0
+        extra = sorted((each.samples, self._besides_layers_s(each)) for each in like)
+        largest, most_s = extra[-1]
+        if samples > largest:  # more work costs more, at most in proportion
+            return min(max(_line(extra, samples), most_s), most_s * samples / largest)
+        return max(_line(extra, samples), 0.0)
+
+    def _besides_layers_s(self, step: RealSteps) -> float:
+        slices = SLICES if step.mode == SLICED else 1
+        busy = min(self.cores / self.ranks, 1.0)  # a rank's share of a core, while all ranks compute
+        passes_s = sum(self.pass_s(step.samples, self.ranks)) * busy
+        if slices > 1 and (sliced := self.slice_s(step.samples)) is not None:
+            passes_s = slices * sum(sliced)
+        passes_s, update_s = passes_s * step.microbatches / self.ranks, self.update_s(self.ranks) * busy
+        if step.mode == WHOLE:
+            return max(step.cpu_s - passes_s - update_s, 0.0)
+        return max(step.cpu_s - passes_s - update_s / self.ranks, 0.0) / (2 * slices * step.microbatches)
+
+    def host_s(self, actions: int, pipe: int) -> float:
+        """Return the seconds in which a GPU's host enqueues a step of a pipeline with so many stages and actions.
+
+        The optimizer's part is proportional to the parameters of a rank.
+        """
+        pipelines = [each for each in self.steps if each.mode != WHOLE]
+        of = [(actions_of(each.mode) * each.microbatches, each.host_s) for each in pipelines]
+        if len(of) < POINTS:
+            return actions * (self.messages.get("launch_s", 0.0) + self.messages.get("call_s", 0.0))
+        (few, few_s), (many, many_s) = min(of), max(of)
+        each_s = max(many_s - few_s, 0.0) / (many - few)
+        update_s = self.host[-1] if self.host else 0.0
+        return few_s + (actions - few) * each_s + update_s * (1 / pipe - 1 / self.ranks)
+
     def stretch(self, active: float) -> float:
         """Return the factor by which `active` computing ranks slow each other down."""
-        size = max(each.samples for each in self.passes)
-        return max(sum(self.pass_s(size, active)) / sum(self.pass_s(size, 1)), 1.0)
+        sizes = {each.samples for each in self.passes}
+        return max(median(sum(self.pass_s(size, active)) / sum(self.pass_s(size, 1)) for size in sizes), 1.0)
 
     def update_s(self, active: float) -> float:
         """Return the seconds of an optimizer step of the whole model."""
@@ -144,25 +206,44 @@ class LayerTimes(Strict):
         plain = sum(self.pass_s(first.samples, self.ranks))
         return sum(took) / plain if took and plain else None
 
-    def lanes(self, backend: str, active: int, bytes_per_s: float) -> Lanes:
+    def lanes(self, backend: str, active: int, bytes_per_s: float, cpu_s_per_byte: float = 0.0) -> Lanes:
         """Return how collectives at this rate and a computation on `active` ranks of a machine slow each other down.
 
-        Collectives use idle cores first. Beyond that they take time from the computation; and while all cores are busy,
-        each collective waits for its threads to be scheduled.
+        `cpu_s_per_byte` is that of a message on the network; on the loopback, a byte may cost less. Collectives use
+        idle cores first. Beyond that they take time from the computation; and while all cores are busy, each collective
+        waits for its threads to be scheduled.
         """
         usual, told = Lanes.of(backend), self.messages
         if self.device != "cpu":
             return Lanes(usual.concurrent, usual.host_s, max(told.get("slowed", 1.0), 1.0))
         computing = min(active, self.cores)
-        demand = active * told.get("cpu_s_per_byte", 0.0) * bytes_per_s
+        each = max(told.get("cpu_s_per_byte", 0.0), cpu_s_per_byte * self._messages_of_reduce)
+        demand = active * each * bytes_per_s
         stolen = min(max(demand - (self.cores - computing), 0.0), STOLEN * computing)
         busy_s = RING * (self.ranks - 1) * self.late_s() if active >= self.cores else 0.0
         return Lanes(usual.concurrent, usual.host_s, computing / (computing - stolen), busy_s)
+
+    @property
+    def _messages_of_reduce(self) -> float:
+        """The bytes that a rank sends in an all-reduce, relative to its buffer."""
+        return RING * (self.ranks - 1) / self.ranks
+
+    def message_s(self, nbytes: float, cpu_s_per_byte: float) -> float:
+        """Return the CPU seconds that sender and receiver need for a message, beyond those on the loopback."""
+        if self.device != "cpu" or self.ranks == 1:
+            return 0.0
+        loopback = self.messages.get("cpu_s_per_byte", 0.0) / self._messages_of_reduce
+        return nbytes * max(cpu_s_per_byte - loopback, 0.0)
 
     def late_s(self) -> float:
         """Return how long a message waits for a thread of its receiver while all cores are busy."""
         late = [self.messages.get(f"busy_{size}_s", 0.0) - self.messages.get(f"idle_{size}_s", 0.0) for size in SIZES]
         return max(sum(late) / len(late), 0.0) / (RING * max(self.ranks - 1, 1))
+
+
+def actions_of(schedule: str) -> int:
+    """Return the number of actions of a micro-batch in a stage: a forward, and a backward in one part or two."""
+    return 3 if schedule in SPLITS_BACKWARD else 2
 
 
 def on_gpu(times: LayerTimes, name: str, flops: float, precision: str) -> LayerTimes:

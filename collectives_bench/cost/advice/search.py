@@ -7,10 +7,12 @@ A kind is a split without its number of micro-batches and its bucket size.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import hypot
 from typing import Any, Final
 
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
-from muster.collectives_bench.cost.advice.steptime import JobSite, StepParts, least_s, load_of, memory, price
+from muster.collectives_bench.cost.advice.site import JobSite
+from muster.collectives_bench.cost.advice.steptime import StepParts, least_s, load_of, measured_error, memory, price
 from muster.collectives_bench.cost.buckets import SWEEP
 from muster.collectives_bench.cost.exposed import Network
 from muster.collectives_bench.cost.memory import PeakMemory
@@ -151,9 +153,11 @@ def obstacle(plan: SplitPlan, site: JobSite, check: Check, memory_limit: float |
 
 
 def interval(plan: SplitPlan, parts: StepParts, site: JobSite) -> PredictedTime:
-    """Return a step's interval: that of the network's times, and the spread of the measured passes."""
+    """Return a step's interval: that of the network's times, and the errors of measured passes and pipelines."""
     low, high = price(plan, site, "low_s").seconds, price(plan, site, "high_s").seconds
-    doubt = min(site.times.spread, MOST_DOUBT) * (parts.computation + parts.bubble + parts.update)
+    pipeline = bool(plan.schedule)
+    error = site.kept(("error", pipeline), lambda: measured_error(site, pipeline=pipeline))
+    doubt = min(hypot(site.times.spread, error), MOST_DOUBT) * (parts.computation + parts.bubble + parts.update)
     return PredictedTime(max(min(low, parts.seconds) - doubt, 0.0), parts.seconds, max(high, parts.seconds) + doubt)
 
 

@@ -11,15 +11,17 @@ In a pipeline, computation and bubble are means over the ranks. `host` is the pa
 its host.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from statistics import median
+from typing import Final
 
-from muster.collectives_bench.cost.advice.measured import LayerTimes
+from muster.collectives_bench.cost.advice.measured import SPLITS_BACKWARD, WHOLE, actions_of
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, PipelineTimes, alone, shared, stage_ranks
 from muster.collectives_bench.cost.advice.plans import SplitPlan
+from muster.collectives_bench.cost.advice.site import GroupNetwork, JobSite, NoNetwork
 from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.exposed import (
     BLOCK_ALL_REDUCES,
@@ -35,15 +37,12 @@ from muster.collectives_bench.cost.exposed import (
 from muster.collectives_bench.cost.load import RankLoad, Split
 from muster.collectives_bench.cost.memory import PeakMemory, memory_of
 from muster.collectives_bench.cost.modes import SLICES, PredictedStage, cut
-from muster.collectives_bench.cost.predicting import Prediction
 from muster.collectives_bench.cost.slices import held_by
 from muster.jobs.models.anatomy import Anatomy
 
-Made = TypeVar("Made")
 ONE_WAY: Final = ("gpipe", "1f1b")  # schedules in which a micro-batch visits every stage once in each direction
 HIDES_BACKWARD: Final = ("flat", "allreduce", "overlap", "bucketed", "ddp")
 SURELY: Final = 0.8  # of an all-reduce of all gradients: the sum of its parts is not less
-SPLITS_BACKWARD: Final = ("zb1p", "zbv")
 FULLY_SHARDED: Final = 3  # ZeRO's stage
 UNIT_CALLS: Final = 3  # of a fully sharded unit: gathered for the forward and for the backward, then reduced
 PARTS: Final = ("data", "computation", "bubble", "communication", "update")
@@ -67,98 +66,6 @@ class StepParts:
         return self.data + self.computation + self.bubble + self.communication + self.update
 
 
-@dataclass(frozen=True)
-class JobSite:
-    """A job's ranks: the load, the measured times, the network, and how ranks are placed on machines."""
-
-    load: RankLoad
-    times: LayerTimes
-    network: Network
-    nodes: int
-    sharing: int  # ranks that share one machine
-    options: tuple[str, ...] = ()
-    records: bool = False  # the job records steps as CUDA graphs where its split allows it
-    parts: dict[object, Any] = field(default_factory=dict, compare=False)  # parts of the model, by the way it is cut
-
-    def kept(self, key: object, make: Callable[[], Made]) -> Made:
-        """Return what `make` returned when it was first called with this key."""
-        if key not in self.parts:
-            self.parts[key] = make()
-        found: Made = self.parts[key]
-        return found
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.load.ranks
-
-    @property
-    def per_node(self) -> int:
-        """The ranks of a node."""
-        return -(-self.ranks // self.nodes)
-
-    @cached_property
-    def active(self) -> int:
-        """The ranks that compute at the same time on one machine, if none waits."""
-        return min(self.sharing, self.ranks)
-
-    @cached_property
-    def option_factor(self) -> float:
-        """The factor by which options such as `compile` change the time of passes."""
-        factor = 1.0
-        for option in self.options:
-            if option == "cuda_graph" and self.times.replays:
-                continue  # `replays` has the times of recorded passes
-            factor *= self.times.factor(option) or 1.0
-        return factor
-
-    def nodes_of(self, ranks: int, stride: int) -> int:
-        """Return the number of nodes of a group with `ranks` ranks, each `stride` ranks from the next."""
-        here = max(self.per_node // stride, 1) if stride < self.per_node else 1
-        nodes = max(-(-ranks // here), 1)
-        return nodes if ranks % nodes == 0 else ranks
-
-    def groups_on_link(self, ranks: int, stride: int) -> int:
-        """Return the number of such groups that use the link of a node at the same time; 1 within a node."""
-        return min(stride, self.per_node) if self.nodes_of(ranks, stride) > 1 else 1
-
-    def replays(self, plan: SplitPlan) -> bool:
-        """Return whether ranks replay the plan's passes from CUDA graphs, so that they do not wait for the host."""
-        return self.records and plan.is_recordable and bool(self.times.replays)
-
-    def passes(self, plan: SplitPlan, samples: float, active: float) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward of `samples` samples; tensor ranks split every layer."""
-        forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
-        return forward * self.option_factor, backward * self.option_factor
-
-
-class KnownNetwork:
-    """A network that remembers its predictions."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.known: dict[object, Prediction] = {}
-
-    def predict(self, operation: str, nbytes: float, **world: Any) -> Prediction:
-        """Predict an exchange. Errors as for the network."""
-        key = (operation, nbytes, *world.items())
-        if key not in self.known:
-            self.known[key] = self.network.predict(operation, nbytes, **world)
-        return self.known[key]
-
-
-class GroupNetwork:
-    """The network as one of several groups sees it, which share the links of their nodes."""
-
-    def __init__(self, network: Network, nodes: int, groups: int) -> None:
-        self.network, self.nodes, self.groups = network, nodes, groups
-
-    def predict(self, operation: str, nbytes: float, *, ranks: int, nodes: int = 1, **more: Any) -> Prediction:
-        """Predict an exchange, while the other groups make the same one."""
-        spread = min(self.nodes, ranks)
-        return self.network.predict(operation, nbytes * self.groups, ranks=ranks, nodes=spread, **more)
-
-
 def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts:
     """Predict the parts of a plan's step.
 
@@ -167,6 +74,43 @@ def price(plan: SplitPlan, site: JobSite, bound: Bound = "seconds") -> StepParts
     """
     priced = _pipeline(plan, site, bound) if plan.schedule else _whole_model(plan, site, bound)
     return _beside_host(priced, plan, site)
+
+
+def calibrated(site: JobSite) -> JobSite:
+    """Return a site whose ranks share cores with the pace of the measured steps: measured time / predicted time.
+
+    A rank that may continue does not get a core at once, so the cores are not always busy. The paces are the medians
+    of the measured modes: without and with a pipeline.
+    """
+    if site.times.device != "cpu" or site.sharing < site.ranks:
+        return site
+    ratios = [_checked(site, pipeline=pipeline) for pipeline in (False, True)]
+    without, within = (1 / median(each) if each else 1.0 for each in ratios)
+    return replace(site, paces=(without, within))
+
+
+def measured_error(site: JobSite, *, pipeline: bool) -> float:
+    """Return the largest relative error of the predictions for the steps that were measured on this machine.
+
+    It is that without the paces, because the pace on other links is not known better than that.
+    """
+    return max((abs(ratio - 1) for ratio in _checked(site, pipeline=pipeline)), default=0.0)
+
+
+def _checked(site: JobSite, *, pipeline: bool) -> list[float]:
+    """Return predicted time / measured time of the steps that were measured on this machine."""
+    told, ratios = site.times, list[float]()
+    network = NoNetwork() if told.device == "cpu" else site.network
+    for step in told.steps:
+        if (step.mode != WHOLE) != pipeline:
+            continue
+        load = replace(site.load, ranks=told.ranks, batch=step.microbatches * step.samples, split=None)
+        here = JobSite(load, told, network, 1, told.ranks, records=site.records)
+        plan = SplitPlan(data=told.ranks, averaging=WHOLE)
+        if pipeline:
+            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
+        ratios.append(price(plan, here).seconds / step.seconds)
+    return ratios
 
 
 def least_s(plan: SplitPlan, site: JobSite) -> float:
@@ -223,12 +167,19 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
     return StepParts(
         data=site.times.data_s * samples / site.times.passes[0].samples,
-        computation=parts * (forward + backward) + averaged.slowed_s,
+        computation=parts * (forward + backward) + averaged.slowed_s + _engine_s(site, samples),
         bubble=0.0,
         communication=averaged.exposed_s - averaged.slowed_s + split_s,
         update=update,
         wire_bytes=averaged.wire_bytes + split_bytes,
     )
+
+
+def _engine_s(site: JobSite, samples: float) -> float:
+    """Return the seconds of a step's work besides passes, update and sums, on ranks that may share cores."""
+    sums_s = site.times.messages.get("cpu_s_per_byte", 0.0) * sum(site.load.gradient_sizes)
+    own_s = max(site.times.engine_s(WHOLE, samples) - sums_s, 0.0)
+    return own_s * max(site.active / site.times.cores, 1.0)
 
 
 @dataclass(frozen=True)
@@ -261,7 +212,7 @@ def _lanes(site: JobSite, load: RankLoad, network: Network, nodes: int) -> Lanes
     took = network.predict(
         "all_reduce", nbytes, ranks=load.ranks, nodes=nodes, backend=load.backend, back_to_back=True
     ).seconds
-    return site.times.lanes(load.backend, site.active, nbytes / took if took else 0.0)
+    return site.times.lanes(load.backend, site.active, nbytes / took if took else 0.0, site.cpu_s_per_byte)
 
 
 def _sent(plan: SplitPlan, volume: float) -> float:
@@ -292,23 +243,24 @@ def _update_s(plan: SplitPlan, site: JobSite, share: float) -> float:
 
 
 def _beside_host(parts: StepParts, plan: SplitPlan, site: JobSite) -> StepParts:
-    """Add the time for which a GPU waits for its host.
+    """Replace the time of reading data by the time for which a GPU waits for its host.
 
-    The host needs as long to start a part of a layer as all of it, and `call_s` to start a collective or a message. It
-    launches a recorded step at once, and a recorded pipeline pass by pass.
+    The host reads data and enqueues a step while the GPU still works on the step before. It needs as long to start a
+    part of a layer as all of it, and `call_s` to start a collective or a message. It launches a recorded step at once,
+    and a recorded pipeline action by action.
     """
     told = site.times
     if told.device == "cpu" or not sum(told.host):
         return parts
     chunks = plan.way.schedule.chunks if plan.way.schedule else 0
-    passes = 2 * plan.microbatches * chunks  # of a pipeline's rank, each with one message
-    if site.replays(plan):
-        busy_s = passes * (told.messages.get("launch_s", 0.0) + told.messages.get("call_s", 0.0))
+    passes, call_s = plan.microbatches * chunks, told.messages.get("call_s", 0.0)
+    averaging_s = 0.0 if chunks == 0 and site.replays(plan) else _collectives(plan, site) / plan.pipe * call_s
+    if not site.replays(plan):
+        busy_s = sum(told.host) * plan.microbatches / plan.pipe + 2 * passes * call_s
     else:
-        calls = passes if plan.schedule else _collectives(plan, site)
-        busy_s = sum(told.host[:2]) * plan.microbatches / plan.pipe + calls * told.messages.get("call_s", 0.0)
-    host = max(busy_s - parts.computation, 0.0)
-    return replace(parts, computation=parts.computation + host, host=host)
+        busy_s = told.host_s(passes * actions_of(plan.schedule), plan.pipe) if chunks else 0.0
+    host = max(parts.data + busy_s + averaging_s - (parts.seconds - parts.data), 0.0)
+    return replace(parts, data=0.0, computation=parts.computation + host, host=host)
 
 
 def _collectives(plan: SplitPlan, site: JobSite) -> int:
@@ -337,7 +289,9 @@ def _pipeline(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     task = _task(plan, site, micro, bound)
     found = _simulated(plan, site, task)
     busy_s = sum(found.busy_s) / plan.pipe
-    update = _update_s(plan, site, max(stage.elements for stage in stages) / site.load.model.elements)
+    largest = max(stage.elements for stage in stages) / site.load.model.elements
+    fill_s = site.times.accumulate_s * largest / plan.tensor if site.replays(plan) else 0.0  # of gradients, with zeros
+    update = _update_s(plan, site, largest) + fill_s
     last = _tail(plan, site, task, stages, found, bound)
     tied_s, tied_bytes = _tied(plan, site, bound)
     messages = sum(task.message) / max(len(task.message), 1)
@@ -381,7 +335,14 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
     shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
     split_s, _ = _split_layers(plan, site, micro / slices, bound)
-    extra = [split_s / 2 * blocks for _, _, blocks in shares]
+    action_s = site.times.engine_s(plan.schedule, micro)
+    sent = [
+        site.times.message_s(micro / slices * chunk.outputs[-1] * site.load.itemsize, site.cpu_s_per_byte)
+        for chunk in chunks[:-1]
+    ]
+    ends = [(before + after) / 2 for before, after in pairwise([0.0, *sent, 0.0])]  # of the messages of an action
+    extra = [split_s / 2 * blocks + action_s + own_s for (_, _, blocks), own_s in zip(shares, ends, strict=True)]
+    backward += site.times.accumulate_s / plan.tensor if site.replays(plan) else 0.0
     return PipelineTask(
         plan.schedule,
         plan.pipe,

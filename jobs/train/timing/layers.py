@@ -38,6 +38,7 @@ from muster.jobs.train.timing.passes import (
     SLICES,
     Parts,
     TimedModel,
+    accumulating_s,
     fits,
     halves_of,
     has_slices,
@@ -50,6 +51,7 @@ from muster.jobs.train.timing.passes import (
     subject_of,
     updating,
 )
+from muster.jobs.train.timing.steps import rows_of, steps_of
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -182,11 +184,12 @@ class _Worker:
             ],
             "layers": self._alone(lambda: layers_of(subject, whole[0])) or [],
             "halves": self._alone(lambda: halves_of(subject, samples[0])) or [],
+            "accumulate_s": self._alone(lambda: accumulating_s(subject, samples[0])) or 0.0,
             "data_s": self._alone(lambda: loading_s(subject, samples[0])) or 0.0,
             "host": self._alone(lambda: list(host_s(subject, samples[0]))) or [0.0, 0.0, 0.0],
             "variants": {name: self._variant(changes, samples[0]) for name, changes in variants.items()},
             "spread": median(self.doubts) if self.doubts else 0.0,
-            "messages": self._messages(subject, samples[0], folder),
+            **self._together(subject, samples[0], folder),
         }
 
     def _in_turns(self, rounds: Mapping[tuple[int, int], Parts]) -> dict[tuple[int, int], list[float]]:
@@ -238,17 +241,18 @@ class _Worker:
         except (RefusedError, RuntimeError):
             return None
 
-    def _messages(self, subject: TimedModel, size: int, folder: str) -> dict[str, float]:
-        """Time small and large all-reduces over the loopback, with idle cores and beside a computation."""
+    def _together(self, subject: TimedModel, size: int, folder: str) -> dict[str, Any]:
+        """Time collectives over the loopback, with idle cores and beside a computation, and steps of pipelines."""
         if self.count < 2:
             return {}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if self.device.type == GPUS else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=self.rank, world_size=self.count)
-        record = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
+        messages = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
+        steps = steps_of(self.settings, self.device, rows_of(subject, size))
         self.barrier.wait(LIMIT_S)
         dist.destroy_process_group()
-        return record
+        return {"messages": messages, "steps": steps}
 
 
 if __name__ == "__main__":

@@ -230,6 +230,22 @@ def _replay_s(subject: TimedModel, replay: Callable[[], None]) -> float:
     return median(times)
 
 
+def accumulating_s(subject: TimedModel, size: int) -> float:
+    """Return the seconds in which a recorded backward adds to gradients that it finds; 0 on CPUs, whose passes add."""
+    if subject.device.type != GPUS:
+        return 0.0
+    forward, backward = passes_of(subject, size)
+    forward()
+    backward()
+    try:
+        adding_s = _replay_s(subject, replaying(forward, backward))
+        clear = partial(subject.model.zero_grad, set_to_none=True)
+        return max(adding_s - _replay_s(subject, replaying(clear, forward, backward)), 0.0)
+    except RuntimeError as error:
+        print(f"passes are not recorded: {error}", file=sys.stderr)
+        return 0.0
+
+
 def seconds_of(work: Callable[[], None]) -> float:
     begin = perf_counter()
     work()

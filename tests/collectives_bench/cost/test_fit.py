@@ -48,6 +48,17 @@ def test_a_drawn_clusters_held_out_sizes_and_worlds_are_predicted(truth: object)
     assert len(found.curves) == 3 * len(OPERATIONS)
 
 
+def test_the_cpu_time_of_a_byte_is_that_of_all_machines_in_a_large_all_reduce() -> None:
+    blocks = [
+        block("all_reduce", nbytes, a_world(4, nodes=4), 1e5, launch=0).model_copy(
+            update={"throughput_us": 1e5, "cores": 0.6 if nbytes == MB else 0.1}
+        )
+        for nbytes in (1024, 16384, MB)
+    ]
+    found = fit(Result(headers=[header(a_world(4, nodes=4))], blocks=blocks))
+    assert found.cpu_s_per_byte == pytest.approx(0.6 * 0.1 / (6 * MB), rel=1e-3)  # 4 ranks send 6 times the buffer
+
+
 def test_four_ranks_are_predicted_from_two_and_three() -> None:
     known = fit(drawn(OnOneHost, OPERATIONS, worlds=(2, 3), noise=0.02))
     for operation in OPERATIONS[:-1]:

@@ -42,6 +42,7 @@ def test_every_cell_of_every_launch_has_its_block_and_all_are_right(on_ranks, tm
         assert block.latency.n == len(block.samples_us) >= 5
         assert block.latency.min_us > 0
         assert block.throughput_us is not None
+        assert block.cores is not None
         assert block.lateness is not None
         assert len(block.lateness) == 3
         assert block.wrong == 0

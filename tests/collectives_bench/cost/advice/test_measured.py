@@ -86,3 +86,38 @@ def test_recorded_passes_and_slices_have_their_own_times() -> None:
     assert times.backward_halves == pytest.approx((0.6, 0.5))
     assert (TIMES.slice_s(2), TIMES.backward_halves) == (None, (0.5, 0.5))
     assert TIMES.pass_s(4, recorded=True) == TIMES.pass_s(4)
+
+
+def test_the_engine_needs_the_cpu_time_of_a_real_step_beyond_that_of_its_layers() -> None:
+    # passes of 4 samples on 4 ranks that share 2 cores: 0.15 s of a core, an update 0.015 s
+    steps = [
+        {"mode": "1f1b", "microbatches": 4, "samples": 4, "seconds": 1, "host_s": 0, "cpu_s": 0.15 + 0.015 / 4 + 0.08},
+        {"mode": "flat", "microbatches": 4, "samples": 4, "seconds": 1, "host_s": 0, "cpu_s": 0.15 + 0.015 + 0.03},
+    ]
+    times = LayerTimes.model_validate({**RECORD, "steps": steps})
+    assert times.engine_s("1f1b", 4) == pytest.approx(0.01)  # of each of 8 actions
+    assert times.engine_s("interleaved", 4) == pytest.approx(0.01)
+    assert times.engine_s("flat", 4) == pytest.approx(0.03)
+    assert (times.engine_s("zb1p", 4), TIMES.engine_s("1f1b", 4)) == (0.0, 0.0)
+    more = {**steps[0], "samples": 16, "cpu_s": 0.51 + 0.015 / 4 + 0.24}
+    larger = LayerTimes.model_validate({**RECORD, "steps": [*steps, more]})
+    assert larger.engine_s("1f1b", 10) == pytest.approx(0.02)
+
+
+def test_a_byte_on_the_network_needs_more_cpu_time_than_on_the_loopback() -> None:
+    per_byte = 4e-9 / 1.5  # on the loopback: an all-reduce of 4 ranks sends 1.5 times its buffer
+    assert TIMES.message_s(1e6, per_byte) == pytest.approx(0.0)
+    assert TIMES.message_s(1e6, per_byte + 5e-9) == pytest.approx(0.005)
+    slow = TIMES.lanes("gloo", active=4, bytes_per_s=25e6, cpu_s_per_byte=2 * per_byte)
+    assert slow.slowed == pytest.approx(2 / 1.2)
+
+
+def test_the_host_of_a_gpu_needs_a_time_for_a_step_and_for_each_action() -> None:
+    steps = [
+        {"mode": "zb1p", "microbatches": count, "samples": 1, "seconds": 1, "host_s": host_s, "cpu_s": 0}
+        for count, host_s in ((4, 0.005), (16, 0.014))
+    ]
+    times = LayerTimes.model_validate({**RECORD, "device": "cuda", "steps": steps, "host": [0.1, 0.1, 0.004]})
+    assert times.host_s(12, 4) == pytest.approx(0.005)
+    assert times.host_s(24, 4) == pytest.approx(0.008)
+    assert times.host_s(24, 2) == pytest.approx(0.009)  # twice as many parameters to update

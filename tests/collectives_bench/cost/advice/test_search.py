@@ -8,10 +8,11 @@ import pytest
 
 from muster.collectives_bench.cost import profile
 from muster.collectives_bench.cost.advice import search
-from muster.collectives_bench.cost.advice.measured import LayerTimes, PassTimes, UpdateTime
+from muster.collectives_bench.cost.advice.measured import LayerTimes, PassTimes, RealSteps, UpdateTime
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, alone, shared
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
-from muster.collectives_bench.cost.advice.steptime import JobSite, KnownNetwork, least_s, price
+from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork, NoNetwork
+from muster.collectives_bench.cost.advice.steptime import calibrated, least_s, measured_error, price
 from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.counted import CountedAnatomy, CountedPart, CountedTensor
@@ -117,6 +118,29 @@ def test_memory_and_the_jobs_other_settings_exclude_plans() -> None:
 def test_equal_plans_have_no_clear_winner() -> None:
     here = site(rate=100e9)
     assert not search.advise(here, limits(), check=allows).is_clear
+
+
+def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
+    here = site(sharing=4)
+    plan, step = SplitPlan(pipe=4, schedule="1f1b", microbatches=4), {"mode": "1f1b", "microbatches": 4, "samples": 1}
+    exact_s = price(plan, replace(here, load=replace(here.load, batch=4), network=NoNetwork())).seconds
+    times = here.times.model_copy(update={"steps": [RealSteps(**step, seconds=exact_s / 1.2, host_s=0, cpu_s=0)]})  # type: ignore[arg-type]
+    row, priced = replace(here, times=times, parts={}), price(plan, here)
+    assert calibrated(row).paces == pytest.approx((1.0, 1 / 1.2))
+    assert calibrated(replace(row, sharing=1)).paces == (1.0, 1.0)
+    found, before = search.interval(plan, priced, row), search.interval(plan, priced, here)
+    assert measured_error(row, pipeline=True) == pytest.approx(0.2)
+    assert found.high_s - before.high_s == pytest.approx(0.2 * (priced.seconds - priced.communication - priced.data))
+
+
+def test_a_gpu_hides_the_hosts_work_unless_it_takes_longer_than_the_step() -> None:
+    here = replace(site(), load=replace(site().load, backend="nccl"))
+    times = {"device": "cuda", "host": [0.001, 0.001, 0.001], "data_s": 0.01}
+    fast = replace(here, times=here.times.model_copy(update=times))
+    slow = replace(here, times=here.times.model_copy(update={**times, "host": [1.0, 2.0, 1.0]}))
+    plan = SplitPlan(4, averaging="flat")
+    assert price(plan, fast).seconds == pytest.approx(price(plan, here).seconds)
+    assert price(plan, slow).seconds == pytest.approx(4.0 + 4 * 0.01)
 
 
 def test_the_best_bucket_is_the_fastest_size() -> None:
