@@ -43,6 +43,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 
 NICE: Final = 10
+NICE_IN_MEMORY: Final = 19  # for copies in memory, which are frequent and hurry less
 LISTEN_S: Final = 0.5  # how often a waiting commit checks whether to give up
 POLL_S: Final = 0.02
 MESSAGE_BYTES: Final = 1 << 12
@@ -105,6 +106,8 @@ class Writer:
 
     def _save(self, memory: int, text: int) -> None:
         order = SaveOrder.read(contents(text)[:])
+        if order.memory:
+            os.setpriority(os.PRIO_PROCESS, 0, NICE_IN_MEMORY)
         try:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:

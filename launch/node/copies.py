@@ -31,6 +31,7 @@ from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.node import copy_wire
+from muster.launch.node.copy_pace import CopyPace
 from muster.launch.node.copy_reads import SpreadReads
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import ChannelClosed
@@ -41,7 +42,7 @@ LOCK: Final = "lock"
 LOCKED_S: Final = 60.0
 LOOK_S: Final = 0.05
 MOST_CONNECTIONS: Final = 32
-NICE: Final = 10
+NICE: Final = 19
 
 Tell = Callable[[wire.FromAgent], Awaitable[None]]
 
@@ -57,6 +58,7 @@ class Copies:
         self.secret = ""
         self.peer: wire.CopyTo | None = None
         self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
+        self.pace = CopyPace()
         self.reads: SpreadReads | None = None
         self._fetching: wire.Fetch | None = None
         self._alone: list[tuple[CheckpointDir, ShardRecord]] = []  # shards that were on a lost node, too
@@ -222,6 +224,7 @@ class Copies:
                     writer = int(path.stem.removeprefix("shard-"))
                     if (folder.name, writer) not in self._seen and (record := copy_wire.record_of(folder, writer)):
                         self._seen[folder.name, writer] = False
+                        self.pace.shard(folder.name, record.bytes, time.monotonic())
                         self._report_kept(folder, record)
                         yield folder, record
 
@@ -241,7 +244,7 @@ class Copies:
         Raises:
             UnreachableError: if the agent ends.
         """
-        if self._ended.is_set():
+        if self._ended.wait(self.pace.wait_s(count, time.monotonic())):
             raise UnreachableError("this agent ends")
 
     # From other nodes -----------------------------------------------------------------------------------------------
