@@ -29,8 +29,10 @@ from muster.jobs.basics.reading import parse_json
 from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import InFlight, NotSaving, Part, Room, Saver
+from muster.jobs.saving.schedule import SaveSchedule
 
 NOTES: Final = 4  # values that a `Saver` shares at a log point
 READS: Final = "reads"  # the socket at which an agent answers its ranks
@@ -122,6 +124,20 @@ class MemorySaver(Saver[Part]):
             with suppress(OSError):
                 print(f"muster: step {self.failed} was not copied into memory: {message}", flush=True)
             self.reporter.missed(step=self.failed, missed=0, message=f"a copy in memory has failed: {message}")
+
+
+def with_copies(saver: Saver[Part], memory: RunDir | None) -> NotSaving:
+    """Also copy the state into the memory of the nodes, if the settings of `saver` say how often."""
+    if (every := saver.settings.memory_every_steps) is None:
+        return saver
+    if memory is None:
+        if saver.world.rank == 0:
+            print("checkpoint.memory_every_steps has no effect, because no agent of Muster started the ranks")
+        return saver
+    often, target = PlainPolicy(every_steps=every), replace(saver.target, run=memory, began_from=None)
+    schedule = SaveSchedule(often, target.step)
+    common = (saver.held, saver.room, saver.world, schedule, saver.describe, saver.reporter)
+    return SavesTwice(saver, MemorySaver(target, often, *common))
 
 
 class SavesTwice(NotSaving):

@@ -6,6 +6,7 @@ The nodes are agents of one machine. Their memory is as separate as that of host
 import json
 import os
 import signal
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,57 @@ def test_a_node_is_lost_while_it_receives_copies(tmp_path: Path, uninterrupted: 
     assert second["from"].endswith(" in memory")
     assert second["from"].removesuffix(" in memory") <= begun
     assert hashes(live.run.path) == uninterrupted({})
+
+
+PROGRAM = """
+import time, torch, muster
+import torch.distributed as dist
+
+run = muster.session()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+state = run.state(model=model, optimizer=optimizer, total=0.0)
+for step in run.steps(60, state):
+    time.sleep(0.03)
+    torch.manual_seed(1000 * step + run.rank)
+    loss = model(torch.randn(8, 32)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    state.total += float(parameter.sum())
+    run.log(loss=loss)
+"""
+
+
+def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    described = {
+        "nodes": 2,
+        "ranks_per_node": 1,
+        "grace_s": 1.0,
+        "command": [sys.executable, str(tmp_path / "program.py")],
+        "checkpoint": CHECKPOINT,
+        "restart": {"max": 5, "backoff": 0.0},
+    }
+    runs = []
+    for name in ("hurt", "whole"):
+        (tmp_path / name).mkdir()
+        live = LiveRun(tmp_path / name, json.dumps(described))
+        if name == "hurt":
+            wait_copied(live, 15)
+            os.kill(started(live, 0)[1], signal.SIGKILL)
+        assert live.end() == 0, live.err
+        runs.append(live)
+    hurt, whole = runs
+    _, second = read_lines(hurt.run.attempts)
+    assert second["from"].endswith(" in memory")
+    assert second["from_step"] >= 15
+    assert f"continues from {second['from']} of the nodes".replace(" in memory", " in the memory") in (
+        hurt.run.attempt(1).out(0).read_text()
+    )
+    assert [row["step"] for row in hurt.events("saved")] == [60]
+    assert hashes(hurt.run.path) == hashes(whole.run.path)
