@@ -115,7 +115,7 @@ class Copies:
         if self.reads is not None:
             try:
                 digest = await asyncio.to_thread(self.reads.prepare, message, lambda: self._fetching is message)
-            except (MusterError, OSError) as error:
+            except (MusterError, OSError, ValueError) as error:
                 why = str(error)
         if self._fetching is message:
             await self.tell(wire.Fetched(message.attempt, message.name, digest, why[:1000]))
@@ -148,13 +148,13 @@ class Copies:
             path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
             self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            reads = SpreadReads(RunDir(path), secret, self._ended)
+            self._ranks = reads.listen()
         except OSError as error:
             self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
             return
-        self.run = RunDir(path)
-        self.reads = SpreadReads(self.run, secret, self._ended)
-        self._ranks = self.reads.listen()
-        self._spawn(partial(self._listen, self._ranks, self.reads.serve))
+        self.run, self.reads = reads.run, reads
+        self._spawn(partial(self._listen, self._ranks, reads.serve))
         self._spawn(self._watch)
 
     def _folders(self) -> Iterator[CheckpointDir]:
