@@ -1,22 +1,25 @@
 """Checkpoints in the memory of other nodes, in a box of four nodes at 1 Gbit/s: a GPT of 57 M parameters in zero3.
 
     cost   what copies of the state every EVERY steps add to a step. In one run, the steps in which a copy is made are
-           compared with the other steps of the same EVERY, so a slow drift of the machine does not count; the result
-           is the median over all copies but the first, which is sent at full speed. With --repeats N, also N pairs of
-           runs with and without copies, in turns. Saves on disk are EVERY_DISK steps apart, so no run makes one
+           compared with the quiet steps before and after them, so a slow drift of the machine does not count; the
+           result is the median over all copies but the first, which is sent at full speed. A run ends after --steps
+           or --seconds. With --repeats N, also N pairs of runs with and without copies, in turns. Saves on disk are
+           EVERY_DISK steps apart, so no run makes one
     loss   steps lost after node 2 lost its power after step KILL, with the disk checkpoint every 200 steps
 
-    sudo .venv/bin/python benchmarks/peer_memory.py cost|loss [--box NAME] [--steps 71] [--repeats 0] [--mode zero3]
+    sudo .venv/bin/python benchmarks/peer_memory.py cost|loss [--box NAME] [--steps 80] [--repeats 0] [--mode zero3]
 
 Reach: cost <= 1.03; loss <= 10 steps.
 """
 
 import json
+import math
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,7 @@ from muster.jobs.basics.files import read_lines
 
 NODES, EVERY, EVERY_DISK, KILL = 4, 10, 200, 25
 REACH, REACH_STEPS = 1.03, 10
+LEAST_QUIET = 3  # steps before and after a copy
 LIMIT_S = 900
 SMALL = {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 2, "context": 64}
 LARGE = {"d_model": 768, "d_ff": 3072, "layers": 8, "heads": 12, "context": 64}  # 57 M parameters
@@ -70,17 +74,19 @@ class Timed:
 
     def added(self) -> list[float]:
         """Return what each copy but the first added to EVERY steps, over the time of these steps without it."""
-        found = []
+        found: list[float] = []
+        took = {step: at - self.ended[step - 1] for step, at in self.ended.items() if step - 1 in self.ended}
         for step, complete in self.copied.items():
-            after = range(step + 1, step + EVERY + 1)
-            if step == EVERY or after[-1] not in self.ended:
-                continue
-            took = {each: self.ended[each] - self.ended[each - 1] for each in after}
+            earlier = self.copied.get(step - EVERY, math.inf)
+            before = [took[each] for each in took if step - EVERY < each <= step and self.ended[each - 1] >= earlier]
+            after = [each for each in range(step + 1, step + EVERY + 1) if each in took]
             with_copy = [took[each] for each in after if self.ended[each - 1] < complete]
-            quiet = statistics.median(took[each] for each in after if self.ended[each - 1] >= complete)
+            if min(len(before), len(after) - len(with_copy)) < LEAST_QUIET:
+                continue
+            quiet = statistics.mean(map(statistics.median, (before, [took[each] for each in after[len(with_copy) :]])))
             found.append((sum(with_copy) - len(with_copy) * quiet) / (EVERY * quiet))
             print(f"copy of step {step}: {', '.join(f'{each:.2f}' for each in with_copy)} | {quiet:.2f} s a step, "
-                  f"complete after {complete - self.ended[step]:.1f} s, adds {found[-1]:+.1%}")  # fmt: skip
+                  f"complete after {complete - self.ended[step]:.1f} s, adds {found[-1]:+.1%}", flush=True)  # fmt: skip
         return found
 
 
@@ -89,7 +95,8 @@ def timed(args: Any, folder: Path, *, copies: bool) -> Timed:
     live = start(folder / f"{len([*folder.iterdir()])}", job(args.mode, 10_000, copies=copies, model=LARGE,
                  batch_size=args.batch), *in_box(args.box))  # fmt: skip
     try:
-        wait_for("the steps", lambda: last_step(live) >= args.steps, LIMIT_S)
+        until = time.monotonic() + args.seconds
+        wait_for("the steps", lambda: last_step(live) >= args.steps or time.monotonic() > until, LIMIT_S)
     finally:
         stop(live)
     ended = {row["step"]: row["time"] for row in read_lines(live.run.metrics)}
@@ -154,7 +161,8 @@ def main() -> int:
     parser.add_argument("what", choices=("cost", "loss"))
     parser.add_argument("--box", default="memory", help="the name of a box that is up")
     parser.add_argument("--mode", default="zero3")
-    parser.add_argument("--steps", type=int, default=7 * EVERY + 1)
+    parser.add_argument("--steps", type=int, default=8 * EVERY)
+    parser.add_argument("--seconds", type=float, default=LIMIT_S)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="peer-memory-") as folder:
