@@ -31,7 +31,7 @@ from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.node import copy_wire
-from muster.launch.node.copy_pace import CopyPace
+from muster.launch.node.copy_pace import CopyPace, OtherTraffic
 from muster.launch.node.copy_reads import SpreadReads
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import ChannelClosed
@@ -41,6 +41,7 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
 LOCKED_S: Final = 60.0
 LOOK_S: Final = 0.05
+QUIET_LOOK_S: Final = 0.004  # at 1 Gbit/s, 500 kB
 MOST_CONNECTIONS: Final = 32
 NICE: Final = 19
 
@@ -58,7 +59,7 @@ class Copies:
         self.secret = ""
         self.peer: wire.CopyTo | None = None
         self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
-        self.pace = CopyPace()
+        self.pace, self.traffic = CopyPace(), OtherTraffic()
         self.reads: SpreadReads | None = None
         self._fetching: wire.Fetch | None = None
         self._alone: list[tuple[CheckpointDir, ShardRecord]] = []  # shards that were on a lost node, too
@@ -239,13 +240,18 @@ class Copies:
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
 
     def _pace(self, count: int) -> None:
-        """Wait before sending `count` bytes.
+        """Wait until the ranks do not use the network, or there is no time left, before sending `count` bytes.
 
         Raises:
             UnreachableError: if the agent ends.
         """
-        if self._ended.wait(self.pace.wait_s(count, time.monotonic())):
+        since = now = time.monotonic()
+        while self.pace.may_wait(since, now) and not self.traffic.is_quiet(now):
+            self._ended.wait(QUIET_LOOK_S)
+            now = time.monotonic()
+        if self._ended.is_set():
             raise UnreachableError("this agent ends")
+        self.traffic.sending(count)
 
     # From other nodes -----------------------------------------------------------------------------------------------
 

@@ -171,6 +171,7 @@ def put(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace: 
         OSError: if the connection is lost.
         UnreachableError: if the other node cannot keep it.
     """
+    wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)  # so that messages of ranks wait little
     about = {"do": "put", "name": folder.name, "writer": record.writer}
     wire.say({**about, **_sizes(folder, record)})
     if (answer := wire.hear()) == WANTED:

@@ -153,7 +153,7 @@ class PeerMemory:
         table = tuple((self._addresses[slot], self._ports[slot], found.runs[slot]) for slot in holders)
         about = (attempt, found.name, self._secret, len(found.holders))
         collect = wire.Fetch(*about, collects=True, sources=table)
-        rest = wire.Fetch(*about, collects=False, sources=tuple((*at, ()) for *at, _ in table[:1]))
+        rest = wire.Fetch(*about, collects=False, sources=tuple((at, port, ()) for at, port, _ in table[:1]))
         for slot in self._fetching:
             self.run_nodes.send(slot, collect if slot in holders[:1] else rest)
         return found.nbytes / SLOWEST_BYTES_PER_S
