@@ -18,6 +18,7 @@ LONGEST_WAIT_S: Final = 1.0  # well below the silence after which the receiver g
 PATIENCE_S: Final = 30.0  # the sender of a copy waits at least twice as long for its end (`jobs/saving/saver.py`)
 SLOWEST_BYTES_PER_S: Final = 20e6
 QUIET_BYTES_PER_S: Final = 5e6  # less is sent while the ranks compute, such as heartbeats and acknowledgements
+SOME_BYTES: Final = 1 << 14  # a few messages
 HEADERS: Final = 1.1  # bytes on the link for a byte of a copy, at most
 DEVICES: Final = "/proc/net/dev"
 SENT: Final = 8  # the column with the number of bytes sent
@@ -62,7 +63,7 @@ class OtherTraffic:
         sent, elapsed_s = total - self._total, now - self._at
         own = min(float(sent), self._own)
         self._own, self._total, self._at = self._own - own, total, now
-        return sent - own <= QUIET_BYTES_PER_S * elapsed_s
+        return sent - own <= SOME_BYTES + QUIET_BYTES_PER_S * elapsed_s
 
     def _sent(self) -> int:
         with Path(DEVICES).open("rb", buffering=0) as file:
