@@ -41,7 +41,7 @@ MOST_OPEN: Final = 2  # connections to other nodes that are kept for the next re
 
 
 @dataclass(frozen=True)
-class Table:
+class ShardTable:
     """The nodes that have the shards of a checkpoint, for one attempt."""
 
     attempt: int
@@ -59,7 +59,7 @@ class SpreadReads:
     def __init__(self, run: RunDir, secret: str, ended: threading.Event) -> None:
         self.run = run
         self.secret = secret
-        self.table: Table | None = None
+        self.table: ShardTable | None = None
         self._ended = ended
 
     # Before the ranks start -----------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class SpreadReads:
         else:
             manifest, sources = self._index(folder, order, is_current)
         write_manifest(folder, manifest)
-        self.table = Table(order.attempt, order.name, sources)
+        self.table = ShardTable(order.attempt, order.name, sources)
         verify(folder, only=writers_in(folder))
         return manifest.sha256
 
