@@ -133,9 +133,8 @@ class SpreadReads:
         table = self.table
         if table is None or (table.attempt, table.name) != (asked.get("attempt"), asked.get("name")):
             return None
-        return json.dumps(table.sources).encode(), CheckpointDir(
-            self.run.checkpoints / table.name
-        ).manifest.read_bytes()
+        folder = CheckpointDir(self.run.checkpoints / table.name)
+        return json.dumps(table.sources).encode(), folder.manifest.read_bytes()
 
     # While they read ------------------------------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class SpreadReads:
 
     def serve(self, rank: socket.socket) -> None:
         """Answer one rank until it closes the connection."""
-        with rank, suppress(OSError, ValueError), rank.makefile("rb") as reader, Links(self.secret) as links:
+        with rank, suppress(OSError, ValueError, KeyError), rank.makefile("rb") as reader, Links(self.secret) as links:
             while line := reader.readline(LONGEST):
                 rank.sendall(self._read(parse_json(line), links))
 
