@@ -107,7 +107,7 @@ class Writer:
     def _save(self, memory: int, text: int) -> None:
         order = SaveOrder.read(contents(text)[:])
         if order.memory:
-            os.setpriority(os.PRIO_PROCESS, 0, NICE_IN_MEMORY)
+            self._give_way()
         try:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:
@@ -115,6 +115,13 @@ class Writer:
         except Exception as error:  # an unexpected error fails only this save; training and later saves continue
             traceback.print_exc()
             self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
+
+    def _give_way(self) -> None:
+        """Leave the processors to the ranks of all sessions."""
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+            os.setpriority(os.PRIO_PROCESS, 0, NICE_IN_MEMORY)
+            linux.be_nice_to_sessions(NICE_IN_MEMORY)
 
     def _write_and_commit(self, order: SaveOrder, memory: mmap.mmap) -> None:
         folder = begin(RunDir(Path(order.run)), order.step, order.attempt)
