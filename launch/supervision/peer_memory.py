@@ -32,7 +32,7 @@ class PeerMemory:
 
     def __init__(self, context: Context, run_nodes: RunNodes, log: EventLog) -> None:
         settings = context.job.checkpoint
-        self.is_on = context.entry is not None and settings is not None and settings.memory_every_steps is not None
+        self.is_on = settings is not None and settings.memory_every_steps is not None
         self.run_nodes = run_nodes
         self.log = log
         self.holdings = Holdings()

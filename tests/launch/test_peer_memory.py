@@ -174,7 +174,7 @@ for step in run.steps(60, state):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
-    state.total += float(parameter.sum())
+    state.total += float(loss.detach())
     run.log(loss=loss)
 """
 
