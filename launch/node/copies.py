@@ -30,7 +30,7 @@ from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import linux, ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node import copy_wire
+from muster.launch.node import copy_requests, copy_wire
 from muster.launch.node.copy_pace import CopyPace, OtherTraffic
 from muster.launch.node.copy_reads import SpreadReads
 from muster.launch.wire import messages as wire
@@ -225,7 +225,7 @@ class Copies:
             with contextlib.suppress(OSError, ValueError):
                 for path in folder.path.glob("shard-*.ok"):
                     writer = int(path.stem.removeprefix("shard-"))
-                    if (folder.name, writer) not in self._seen and (record := copy_wire.record_of(folder, writer)):
+                    if (folder.name, writer) not in self._seen and (record := copy_requests.record_of(folder, writer)):
                         self._seen[folder.name, writer] = False
                         self.pace.shard(folder.name, record.bytes, time.monotonic())
                         self._report_kept(folder, record)
@@ -236,7 +236,7 @@ class Copies:
             return
         try:
             with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
-                copy_wire.put(connection, folder, record, self._pace)
+                copy_requests.put(connection, folder, record, self._pace)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
@@ -270,7 +270,7 @@ class Copies:
         if self.reads is None or not self._connections.acquire(blocking=False):
             connection.close()
             return
-        answering = copy_wire.Answering(self.reads.run, self._expect, self.reads.index)
+        answering = copy_requests.Answering(self.reads.run, self._expect, self.reads.index)
         try:
             with (
                 connection,

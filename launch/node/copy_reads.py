@@ -30,7 +30,7 @@ from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.memory import LONGEST, READS
-from muster.launch.node import copy_wire
+from muster.launch.node import copy_requests, copy_wire
 from muster.launch.node.copy_wire import CopyConnection
 from muster.launch.wire import messages as wire
 
@@ -86,7 +86,7 @@ class SpreadReads:
         """List the shards that no other node has, because a node was lost."""
         if self.table is None or self.table.name != folder.name:
             return []
-        found = (copy_wire.record_of(folder, each) for each in writers_in(folder) if len(self.table.of(each)) < 2)
+        found = (copy_requests.record_of(folder, each) for each in writers_in(folder) if len(self.table.of(each)) < 2)
         return [record for record in found if record is not None]
 
     def _collect(self, folder: CheckpointDir, order: wire.Fetch) -> CheckpointManifest:
@@ -102,13 +102,13 @@ class SpreadReads:
 
             def ask(source: tuple[str, int, set[int]]) -> None:
                 with copy_wire.dialled(*source[:2], self.secret) as connection:
-                    copy_wire.get_records(connection, others, source[2])
+                    copy_requests.get_records(connection, others, source[2])
 
             for _ in pool.map(ask, work):
                 pass
             records = []
             for writer in range(order.writers):
-                record = copy_wire.record_of(folder, writer) or copy_wire.record_of(others, writer)
+                record = copy_requests.record_of(folder, writer) or copy_requests.record_of(others, writer)
                 if record is None:
                     raise UnreachableError(f"{folder.name}: no node has sent the record of shard {writer}")
                 records.append(record)
@@ -122,7 +122,7 @@ class SpreadReads:
         while is_current() and not self._ended.is_set():
             for address, port, _ in order.sources:
                 with suppress(UnreachableError), copy_wire.dialled(address, port, self.secret) as connection:
-                    table, manifest = copy_wire.get_index(connection, asked)
+                    table, manifest = copy_requests.get_index(connection, asked)
                     sources = tuple((host, at, tuple(map(tuple, runs))) for host, at, runs in json.loads(table))
                     return parse_manifest(folder, manifest), sources
             self._ended.wait(AGAIN_S * (1 + random.random()))
@@ -193,7 +193,7 @@ class Links:
                 connection = stack.enter_context(copy_wire.dialled(*source, self.secret))
                 self._open[source] = stack.pop_all(), connection
         try:
-            return copy_wire.get_range(self._open[source][1], asked)
+            return copy_requests.get_range(self._open[source][1], asked)
         except (MusterError, OSError):
             self._close(source)
             raise
