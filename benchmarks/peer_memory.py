@@ -34,7 +34,7 @@ from muster.jobs.basics.files import read_lines
 
 NODES, EVERY, EVERY_DISK, KILL = 4, 10, 200, 25
 REACH, REACH_STEPS = 1.03, 10
-LEAST_QUIET = 3  # steps before and after a copy
+LEAST_QUIET = 2  # steps before and after a copy
 LIMIT_S = 900
 SMALL = {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 2, "context": 64}
 LARGE = {"d_model": 768, "d_ff": 3072, "layers": 8, "heads": 12, "context": 64}  # 57 M parameters
@@ -123,6 +123,8 @@ def cost(args: Any, folder: Path) -> dict[str, Any]:
     sides = {name: partial(timed, args, folder, copies=name == "with") for name in ("with", "without")}
     runs = turns(sides, args.repeats) if args.repeats else {"with": [sides["with"]()], "without": []}
     ratios = [1 + each for run in runs["with"] for each in run.added()]
+    if not ratios:
+        raise SystemExit("no copy but the first has quiet steps before and after it; give more --steps or --seconds")
     row: dict[str, Any] = {"ratio": statistics.median(ratios), "ratios": ratios}
     print(f"steps with copies / without, in the same run: {spread(row)}; reach <= {REACH}")
     if args.repeats:

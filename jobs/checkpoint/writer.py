@@ -43,7 +43,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 
 NICE: Final = 10
-NICE_IN_MEMORY: Final = 19  # for copies in memory, which are frequent and hurry less
+NICE_IN_MEMORY: Final = 10  # of the session of a writer of copies in memory, which are frequent
 LISTEN_S: Final = 0.5  # how often a waiting commit checks whether to give up
 POLL_S: Final = 0.02
 MESSAGE_BYTES: Final = 1 << 12
@@ -120,7 +120,6 @@ class Writer:
         """Leave the processors to the ranks of all sessions."""
         if os.getsid(0) != os.getpid():
             os.setsid()
-            os.setpriority(os.PRIO_PROCESS, 0, NICE_IN_MEMORY)
             linux.be_nice_to_sessions(NICE_IN_MEMORY)
 
     def _write_and_commit(self, order: SaveOrder, memory: mmap.mmap) -> None:

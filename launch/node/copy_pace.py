@@ -13,7 +13,7 @@ complete copy helps after a failure. Nothing is known before the second copy, so
 from pathlib import Path
 from typing import Final
 
-SPREAD: Final = 0.4
+SPREAD: Final = 0.25
 LONGEST_WAIT_S: Final = 1.0  # well below the silence after which the receiver gives up
 PATIENCE_S: Final = 30.0  # the sender of a copy waits at least twice as long for its end (`jobs/saving/saver.py`)
 SLOWEST_BYTES_PER_S: Final = 20e6
