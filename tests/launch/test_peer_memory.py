@@ -198,7 +198,7 @@ def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
             os.kill(started(live, 0)[1], signal.SIGKILL)
         assert live.end() == 0, live.err
         runs.append(live)
-    hurt, whole = runs
+    hurt = runs[0]
     _, second = read_lines(hurt.run.attempts)
     assert second["from"].endswith(" in memory")
     assert second["from_step"] >= 15
@@ -206,4 +206,5 @@ def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
         hurt.run.attempt(1).out(0).read_text()
     )
     assert [row["step"] for row in hurt.events("saved")] == [60]
-    assert hashes(hurt.run.path) == hashes(whole.run.path)
+    ends = [{key: value for key, value in hashes(live.run.path).items() if "rng/" not in key} for live in runs]
+    assert ends[0] == ends[1]  # but for the generators of Python and NumPy, which the program does not seed
