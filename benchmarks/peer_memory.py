@@ -1,19 +1,26 @@
 """Checkpoints in the memory of other nodes, in a box of four nodes at 1 Gbit/s: a GPT of 57 M parameters in zero3.
 
-    cost   seconds of a step with a copy of the state every EVERY steps, over those without, in turns. All saves on disk
-           are EVERY_DISK steps apart, so no run makes one. Both sides use the same cores, and so do the copies
+    cost   what copies of the state every EVERY steps add to a step. In one run, the steps in which a copy is made are
+           compared with the quiet steps before and after them, so a slow drift of the machine does not count; the
+           result is the median over all copies but the first, which is sent at full speed. A run ends after --steps
+           or --seconds. With --repeats N, also N pairs of runs with and without copies, in turns. Saves on disk are
+           EVERY_DISK steps apart, so no run makes one
     loss   steps lost after node 2 lost its power after step KILL, with the disk checkpoint every 200 steps
 
-    sudo .venv/bin/python benchmarks/peer_memory.py cost|loss [--box NAME] [--steps 40] [--repeats 1] [--mode zero3]
+    sudo .venv/bin/python benchmarks/peer_memory.py cost|loss [--box NAME] [--steps 80] [--repeats 0] [--mode zero3]
 
 Reach: cost <= 1.03; loss <= 10 steps.
 """
 
 import json
+import math
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +34,8 @@ from muster.jobs.basics.files import read_lines
 
 NODES, EVERY, EVERY_DISK, KILL = 4, 10, 200, 25
 REACH, REACH_STEPS = 1.03, 10
-LIMIT_S = 300
+LEAST_QUIET = 2  # steps before and after a copy
+LIMIT_S = 900
 SMALL = {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 2, "context": 64}
 LARGE = {"d_model": 768, "d_ff": 3072, "layers": 8, "heads": 12, "context": 64}  # 57 M parameters
 
@@ -52,20 +60,50 @@ def job(mode: str, steps: int, *, copies: bool, model: dict[str, Any], batch_siz
     )
 
 
-def step_s(args: Any, folder: Path, *, copies: bool) -> float:
-    """Train, stop after the steps, and return the mean seconds of a step after the first EVERY + 1."""
+@dataclass
+class Timed:
+    """The time of every step in one run, and {step: when its copy was complete}, in Unix seconds."""
+
+    ended: dict[int, float]
+    copied: dict[int, float]
+
+    def step_s(self) -> float:
+        """Return the mean seconds of a step after the first 2 * EVERY, in whole multiples of EVERY."""
+        first, last = 2 * EVERY, max(self.ended) // EVERY * EVERY
+        return (self.ended[last] - self.ended[first]) / (last - first)
+
+    def added(self) -> list[float]:
+        """Return what each copy but the first added to EVERY steps, over the time of these steps without it."""
+        found: list[float] = []
+        took = {step: at - self.ended[step - 1] for step, at in self.ended.items() if step - 1 in self.ended}
+        for step, complete in self.copied.items():
+            earlier = self.copied.get(step - EVERY, math.inf)
+            before = [took[each] for each in took if step - EVERY < each <= step and self.ended[each - 1] >= earlier]
+            after = [each for each in range(step + 1, step + EVERY + 1) if each in took]
+            with_copy = [took[each] for each in after if self.ended[each - 1] < complete]
+            if min(len(before), len(after) - len(with_copy)) < LEAST_QUIET:
+                continue
+            quiet = statistics.mean(map(statistics.median, (before, [took[each] for each in after[len(with_copy) :]])))
+            found.append((sum(with_copy) - len(with_copy) * quiet) / (EVERY * quiet))
+            print(f"copy of step {step}: {', '.join(f'{each:.2f}' for each in with_copy)} | {quiet:.2f} s a step, "
+                  f"complete after {complete - self.ended[step]:.1f} s, adds {found[-1]:+.1%}", flush=True)  # fmt: skip
+        return found
+
+
+def timed(args: Any, folder: Path, *, copies: bool) -> Timed:
+    """Train, and stop after the steps."""
     live = start(folder / f"{len([*folder.iterdir()])}", job(args.mode, 10_000, copies=copies, model=LARGE,
                  batch_size=args.batch), *in_box(args.box))  # fmt: skip
     try:
-        wait_for("the steps", lambda: last_step(live) >= args.steps, LIMIT_S)
+        until = time.monotonic() + args.seconds
+        wait_for("the steps", lambda: last_step(live) >= args.steps or time.monotonic() > until, LIMIT_S)
     finally:
         stop(live)
-    rows = [row for row in read_lines(live.run.metrics) if EVERY + 1 <= row["step"] <= args.steps]
-    seconds = (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
-    median = statistics.median(row["step_s"] for row in rows)
-    copied = [row["step"] for row in read_lines(live.run.events) if row["event"] == "copied"]
-    print(f"{'with' if copies else 'without'} copies: {seconds:.3f} s a step (median {median:.3f}); copied {copied}")
-    return seconds
+    ended = {row["step"]: row["time"] for row in read_lines(live.run.metrics)}
+    copied = {row["step"]: row["time"] for row in read_lines(live.run.events) if row["event"] == "copied"}
+    found = Timed(ended, copied)
+    print(f"{'with' if copies else 'without'} copies: {found.step_s():.3f} s a step; copied {[*copied]}", flush=True)
+    return found
 
 
 def last_step(live: Live) -> int:
@@ -81,12 +119,18 @@ def stop(live: Live) -> None:
 
 
 def cost(args: Any, folder: Path) -> dict[str, Any]:
-    """Compare steps with and without copies, in turns."""
-    sides = {name: partial(step_s, args, folder, copies=name == "with") for name in ("with", "without")}
-    found = turns(sides, args.repeats)
-    row = ratio_of(found["with"], found["without"])
-    print(f"a step with copies / without: {spread(row)}; reach <= {REACH}")
-    return row | {"name": "cost", "mode": args.mode, "reach": REACH, "reached": row["ratio"] <= REACH, "runs": found}
+    """Compare steps with and without copies: within each run with copies, and between runs in turns."""
+    sides = {name: partial(timed, args, folder, copies=name == "with") for name in ("with", "without")}
+    runs = turns(sides, args.repeats) if args.repeats else {"with": [sides["with"]()], "without": []}
+    ratios = [1 + each for run in runs["with"] for each in run.added()]
+    if not ratios:
+        raise SystemExit("no copy but the first has quiet steps before and after it; give more --steps or --seconds")
+    row: dict[str, Any] = {"ratio": statistics.median(ratios), "ratios": ratios}
+    print(f"steps with copies / without, in the same run: {spread(row)}; reach <= {REACH}")
+    if args.repeats:
+        row["pairs"] = ratio_of(*([run.step_s() for run in runs[name]] for name in ("with", "without")))
+        print(f"runs with copies / without: {spread(row['pairs'])}")
+    return row | {"name": "cost", "mode": args.mode, "reach": REACH, "reached": row["ratio"] <= REACH}
 
 
 def loss(args: Any, folder: Path) -> dict[str, Any]:
@@ -114,11 +158,13 @@ def loss(args: Any, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Measure one row."""
-    parser = Options(__doc__, repeats=1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run is stopped
+    parser = Options(__doc__, repeats=0)
     parser.add_argument("what", choices=("cost", "loss"))
     parser.add_argument("--box", default="memory", help="the name of a box that is up")
     parser.add_argument("--mode", default="zero3")
-    parser.add_argument("--steps", type=int, default=4 * EVERY + 1)
+    parser.add_argument("--steps", type=int, default=8 * EVERY)
+    parser.add_argument("--seconds", type=float, default=LIMIT_S)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="peer-memory-") as folder:

@@ -210,6 +210,7 @@ def _muster(
             stderr=errors,
             env={**os.environ, **(env or {})},
             start_new_session=True,  # a Ctrl-C at the benchmark is the benchmark's
+            preexec_fn=partial(linux.die_with_parent, os.getpid()),  # its agents then end, too, by their lease
         )
 
 

@@ -77,6 +77,29 @@ def states(
     return PeakMemory(elements * recipe.parameter / (ranks if zero >= 3 else 1), gradients, optimizer)
 
 
+@dataclass(frozen=True)
+class CopiesCost:
+    """The cost of checkpoints in memory for a node, in bytes; the mean over the nodes of a pipeline.
+
+    `held`: its own part of the state and that of another node. `most`: while the next copy is made. `sent`: per copy.
+    """
+
+    every_steps: int
+    held: float
+    most: float
+    sent: float
+    sent_per_step: float
+
+
+def copies_cost(load: RankLoad, nodes: int, every_steps: int) -> CopiesCost:
+    """Return the cost of copies. A checkpoint has every tensor once, whatever the mode, and the nodes share it."""
+    held = states(load.model.elements, load.recipe, trained=load.model.trained)
+    part = (held.parameters + held.optimizer + load.buffer_bytes) / nodes
+    with_other = part * min(nodes, 2)
+    sent = part if nodes > 1 else 0.0
+    return CopiesCost(every_steps, with_other, 2 * with_other, sent, sent / every_steps)
+
+
 def memory_of(way: Way, load: RankLoad) -> PeakMemory | None:
     """Return the memory of the rank that needs the most in a mode; None if the model cannot be split for this mode."""
     every = memories_of(way, load)

@@ -90,7 +90,7 @@ def commit(
     records = _wait(folder, writers, deadline_s, poll_s)
     manifest = manifest_of(folder, records)
     check_fence(run, attempt)
-    _write(folder, manifest)
+    write_manifest(folder, manifest)
     disk.sync_folder(run.checkpoints)
     check_fence(run, attempt)  # fail if a newer attempt began meanwhile, without this checkpoint
     return manifest
@@ -121,7 +121,7 @@ def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
         except BadCheckpointError as error:
             say(f"{folder.name} is not committed: {error}")
             continue
-        _write(folder, manifest)
+        write_manifest(folder, manifest)
         disk.sync_folder(run.checkpoints)
         say(f"{folder.name} was saved by all {len(manifest.files)} writers but not committed; it is now committed")
         done.append(folder.name)
@@ -203,8 +203,13 @@ def _is_pending(folder: CheckpointDir) -> bool:
     return folder.ok(0).name in names and folder.manifest.name not in names
 
 
-def _write(folder: CheckpointDir, manifest: CheckpointManifest) -> None:
-    """Write the manifest. An existing manifest must have the same contents."""
+def write_manifest(folder: CheckpointDir, manifest: CheckpointManifest) -> None:
+    """Write the manifest.
+
+    Raises:
+        BadCheckpointError: if the folder has a manifest with other contents.
+        StorageError, RunFolderError: if it cannot be written.
+    """
     name = folder.manifest.name
     with disk.writing(folder.path):
         there = disk.is_there(folder.path, name)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import disk
@@ -14,6 +14,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DIRECT_BYTES: Final = 64 << 10  # shorter runs are read through a window, longer ones directly into the buffer
 WINDOW_BYTES: Final = 1 << 20
+REMOTE_BYTES: Final = 4 << 20  # of one request to another node
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self  # may be missing from the Python of a user's program
@@ -21,14 +22,37 @@ if TYPE_CHECKING:
 Run = tuple[int, int, int]  # offset in the file, offset in the buffer, number of bytes
 
 
-class CheckpointReader:
-    """A context manager that reads pieces of one committed checkpoint, and keeps its shards open."""
+class RemoteShards(Protocol):
+    """Shards that this node lacks, and other nodes have."""
 
-    def __init__(self, folder: CheckpointDir, manifest: CheckpointManifest, *, patience_s: float = 0.0) -> None:
+    def read(self, writer: int, at: int, count: int) -> bytes:
+        """Return `count` bytes of a shard."""
+        ...
+
+    def close(self) -> None:
+        """Free what reading needs."""
+        ...
+
+
+class CheckpointReader:
+    """A context manager that reads pieces of one committed checkpoint, and keeps its shards open.
+
+    `remote` reads the shards that are not in the folder; without it, every shard must be there within `patience_s`.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointDir,
+        manifest: CheckpointManifest,
+        *,
+        patience_s: float = 0.0,
+        remote: RemoteShards | None = None,
+    ) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._patience_s = patience_s
-        self._open: dict[int, int] = {}
+        self._patience_s = 0.0 if remote is not None else patience_s
+        self._remote = remote
+        self._open: dict[int, int | None] = {}  # None: the shard is on another node
 
     def __enter__(self) -> "Self":
         return self
@@ -41,8 +65,11 @@ class CheckpointReader:
     def close(self) -> None:
         """Close the shards."""
         for descriptor in self._open.values():
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
         self._open.clear()
+        if self._remote is not None:
+            self._remote.close()
 
     def names(self) -> list[str]:
         """List the names of the tensors, sorted."""
@@ -65,6 +92,7 @@ class CheckpointReader:
             RefusedError: if the checkpoint has no such tensor, or its dtype or shape differs.
             BadCheckpointError: if a shard is missing or truncated.
             StorageError: if a shard cannot be read.
+            UnreachableError: if no other node has sent a shard that this node lacks.
             ValueError: if the buffer does not fit the piece.
         """
         stored = self.piece(piece.name)
@@ -83,28 +111,42 @@ class CheckpointReader:
 
     def _read(self, writer: int, first: Run, rest: Iterator[Run], view: memoryview) -> None:
         """Read runs: long ones directly into place, short ones through a window that spans many of them."""
-        path, descriptor = self._folder.shard(writer), self._shard(writer)
         window, begin = memoryview(b""), 0
         run: Run | None = first
         while run is not None:
-            at, to, count = run
+            (at, to, count), run = run, next(rest, None)
             if count >= DIRECT_BYTES:
-                _read_direct(descriptor, view[to : to + count], at, path)
+                self._read_direct(writer, view[to : to + count], at)
             else:
                 if not begin <= at <= at + count <= begin + len(window):
-                    end = min(at + WINDOW_BYTES, self._manifest.files[writer].bytes)
-                    window, begin = memoryview(disk.pread(descriptor, end - at, at, path)), at
+                    end = at + count if run is None else min(at + WINDOW_BYTES, self._manifest.files[writer].bytes)
+                    window, begin = memoryview(bytearray(end - at)), at
+                    self._read_direct(writer, window, at)
                 view[to : to + count] = window[at - begin : at - begin + count]
-            run = next(rest, None)
 
-    def _shard(self, writer: int) -> int:
+    def _read_direct(self, writer: int, view: memoryview, at: int) -> None:
+        """Fill `view` with the bytes of a shard from the offset `at`."""
+        descriptor = self._shard(writer)
+        while view:
+            if descriptor is None:
+                assert self._remote is not None
+                count = min(len(view), REMOTE_BYTES)
+                view[:count] = self._remote.read(writer, at, count)
+            else:
+                count = _read_some(descriptor, view, at, self._folder.shard(writer))
+            view, at = view[count:], at + count
+
+    def _shard(self, writer: int) -> int | None:
         if writer not in self._open:
             path, wanted = self._folder.shard(writer), self._manifest.files[writer]
             try:
                 with disk.opened_folder(self._folder.path) as within:
                     descriptor = disk.open_regular(within, wanted.file, path, patience_s=self._patience_s)
             except FileNotFoundError as error:
-                raise BadCheckpointError(f"{path}: missing") from error
+                if self._remote is None:
+                    raise BadCheckpointError(f"{path}: missing") from error
+                self._open[writer] = None
+                return None
             self._open[writer] = descriptor
             if (size := os.fstat(descriptor).st_size) != wanted.bytes:
                 raise BadCheckpointError(f"{path}: {size} bytes, but {wanted.bytes} were saved")
@@ -146,12 +188,11 @@ def joined(runs: Iterator[Run]) -> Iterator[Run]:
     yield held
 
 
-def _read_direct(descriptor: int, view: memoryview, at: int, where: object) -> None:
-    while view:
-        try:
-            count = os.preadv(descriptor, [view], at)
-        except OSError as error:
-            raise disk.read_error(where, error) from error
-        if not count:
-            raise BadCheckpointError(f"{where}: is truncated at byte {at}")
-        view, at = view[count:], at + count
+def _read_some(descriptor: int, view: memoryview, at: int, where: object) -> int:
+    try:
+        count = os.preadv(descriptor, [view], at)
+    except OSError as error:
+        raise disk.read_error(where, error) from error
+    if not count:
+        raise BadCheckpointError(f"{where}: is truncated at byte {at}")
+    return count

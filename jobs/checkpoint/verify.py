@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -15,8 +16,10 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 MAX_THREADS: Final = 8
 
 
-def verify(folder: CheckpointDir, *, deep: bool = True) -> CheckpointManifest:
+def verify(folder: CheckpointDir, *, deep: bool = True, only: Sequence[int] | None = None) -> CheckpointManifest:
     """Check a committed checkpoint; `deep` also reads every byte and compares the SHA-256 with the manifest's.
+
+    `only`: check the shards of these writers (default: all).
 
     Raises:
         FileNotFoundError: if the checkpoint was never committed.
@@ -29,9 +32,10 @@ def verify(folder: CheckpointDir, *, deep: bool = True) -> CheckpointManifest:
         def check(writer: int) -> None:
             _check_shard(folder, within, manifest, writer, deep=deep)
 
-        threads = min(MAX_THREADS, os.cpu_count() or 1, len(manifest.files))
+        writers = range(len(manifest.files)) if only is None else only
+        threads = max(min(MAX_THREADS, os.cpu_count() or 1, len(writers)), 1)
         with ThreadPoolExecutor(threads) as pool:  # hashing releases the GIL
-            for _ in pool.map(check, range(len(manifest.files))):
+            for _ in pool.map(check, writers):
                 pass
     return manifest
 

@@ -20,6 +20,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
+from muster.jobs.saving.memory import memory_run, with_copies
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.saver import NotSaving, Saver, Target
@@ -74,6 +75,7 @@ class Loop:
         self._next = 0  # the step of the next synchronization
         self._met = 0  # the step of the last synchronization
         self._pace: Pace | None = None
+        self._is_unsaved = False  # True: the state after the first steps is in the memory of the nodes only
         self._by_hand = False  # True if the program itself decides when to save
         self._began_s = self._met_s = self._said_s = 0.0
 
@@ -104,12 +106,15 @@ class Loop:
         self._met, self._met_s = self.done, time.monotonic()
 
     def _begin_saving(self, state: "State") -> None:
-        start, policy = self.start, self.place.policy
+        start, policy, resume = self.start, self.place.policy, self.start.resume
         elapsed_s, failures = failures_so_far(start.run)
         schedule = SaveSchedule(policy, self.done, elapsed_s=elapsed_s, failures=failures)
-        target = Target(start.run, start.attempt, start.resume.checkpoint if start.resume else None, self.done)
+        parent = resume.checkpoint if resume is not None else None
+        self._is_unsaved = resume is not None and resume.memory
+        target = Target(start.run, start.attempt, None if self._is_unsaved else parent, self.done, parent)
         room = room_for(state, self.device)
-        self.saving = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
+        saver = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
+        self.saving = with_copies(saver, memory_run() if self.place.watched else None)
 
     def _describe(self, done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
         """Return the metadata of a checkpoint."""
@@ -154,6 +159,8 @@ class Loop:
             raise RefusedError(
                 f"run.save: step must be larger than {self.done}, got {step}; pass the number of steps done so far"
             )
+        if not self._by_hand and self.place.policy.memory_every_steps and self.ranks.rank == 0:
+            print("checkpoint.memory_every_steps has no effect, because run.save decides when to save; use run.steps")
         self._by_hand = True
         self._count(step)
         self.saving.save(step, self.log.recent, wait=wait)
@@ -256,7 +263,7 @@ class Loop:
     def _close(self) -> None:
         self._pace = None
         self.asked.close()
-        if self._sound and self.done > self.first:
+        if self._sound and (self.done > self.first or self._is_unsaved):
             self.saving.finish(self.done, self.log.recent)
         elif self.ranks.rank == 0 and not self._sound:
             print(f"muster: the loss of step {self.done} is not finite, so this state was not saved", file=sys.stderr)

@@ -14,6 +14,7 @@ from muster.jobs.machine import linux
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.saving.memory import memory_run, remote_shards
 from muster.jobs.saving.resume import LoadedCheckpoint, read_chosen
 from muster.jobs.session.starting import SessionStart
 from muster.jobs.session.together import OneRank
@@ -46,14 +47,15 @@ def restore(start: SessionStart, state: "State", ranks: OneRank) -> Restored:
         return Restored()
     page.own.enter(Phase.LOAD)
     began_s = time.monotonic()
-    folder = CheckpointDir(start.run.checkpoints / start.resume.checkpoint)
+    run = (memory_run() if start.resume.memory else None) or start.run
+    folder = CheckpointDir(run.checkpoints / start.resume.checkpoint)
     if ranks.world is None:
         manifest = read_chosen(folder, start.resume)
     else:
         from muster.jobs.tensors.reading import same_manifest
 
         manifest = same_manifest(folder, start.resume, ranks.world)
-    with CheckpointReader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest, remote=remote_shards(run, start.resume)) as reader:
         state.load(manifest, reader, manifest.meta)
     loaded = LoadedCheckpoint(manifest.step, folder.name, time.monotonic() - began_s)
     return Restored(manifest.step, manifest.meta.get("progress") or {}, loaded)

@@ -269,7 +269,9 @@ class Session:
         if restored.loaded is not None and self.is_main:
             loaded = restored.loaded
             self._reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
-            print(f"continues from {loaded.checkpoint}, read in {loaded.seconds:.2f} s", flush=True)
+            resume = loop.start.resume
+            source = " in the memory of the nodes" if resume is not None and resume.memory else ""
+            print(f"continues from {loaded.checkpoint}{source}, read in {loaded.seconds:.2f} s", flush=True)
             for line in state.notes:
                 print(line, flush=True)
         return restored

@@ -114,11 +114,6 @@ class Job(Strict):
 
     @model_validator(mode="after")
     def _can_agree_on_a_step(self) -> Self:
-        if self.checkpoint is not None and self.checkpoint.memory_every_steps and self.kind != "train":
-            raise ValueError(
-                f"checkpoint.memory_every_steps is for train: jobs; a {self.kind}: job saves to the disk only; remove "
-                "it, and save more often with every_steps or every_s"
-            )
         if self.checkpoint is not None and getattr(self.settings, "sync", None) == "asynchronous":
             raise ValueError(
                 "checkpoint cannot be combined with mode asynchronous yet: its ranks are never all at the same step; "

@@ -31,8 +31,7 @@ from muster.jobs.node import orders
 from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.saving.memory import MemorySaver, SavesTwice, memory_run
-from muster.jobs.saving.policy import PlainPolicy
+from muster.jobs.saving.memory import memory_run, with_copies
 from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import NotSaving, Saver, Target
@@ -369,18 +368,8 @@ def build_saver(
     schedule = SaveSchedule(settings, first, elapsed_s=elapsed_s, failures=failures)
     target = Target(start.run, start.attempt, began_from, first, parent)
     room = partial(MemorySnapshot, device=trainer.world.device)
-    common = (describe, reporter)
     held, world = trainer.engine.held_state, trainer.world
-    saver = Saver(target, settings, held, room, world, schedule, *common)
-    if settings.memory_every_steps is None:
-        return saver
-    memory, often = memory_run(), PlainPolicy(every_steps=settings.memory_every_steps)
-    if memory is None:
-        if world.rank == 0:
-            print("checkpoint.memory_every_steps has no effect, because no agent of Muster started the ranks")
-        return saver
-    target = replace(target, run=memory, began_from=None)
-    return SavesTwice(saver, MemorySaver(target, often, held, room, world, SaveSchedule(often, first), *common))
+    return with_copies(Saver(target, settings, held, room, world, schedule, describe, reporter), memory_run())
 
 
 def describe(job: "Job", data: Data, world: World) -> str:

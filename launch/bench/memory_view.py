@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.modes import Way
     from muster.jobs.models.counted import Counted
+    from muster.jobs.spec.job import Job
     from muster.jobs.spec.train import TrainSettings
 
 COLUMNS: Final = (
@@ -67,7 +68,32 @@ def predict(asked: Wanted) -> dict[str, Any]:
         "memory_limit": limit,
         "activations_unknown": None if own.model is None else own.model.no_activations or None,
         "modes": _modes(asked, settings, load, limit, own.model),
+        **_copies(job, load),
     }
+
+
+def _copies(job: "Job", load: "RankLoad") -> dict[str, Any]:
+    from muster.collectives_bench.cost.memory import copies_cost
+
+    if job.checkpoint is None or job.checkpoint.memory_every_steps is None:
+        return {}
+    per_node = job.ranks_per_node if isinstance(job.ranks_per_node, int) else -(-load.ranks // job.nodes)
+    nodes = -(-load.ranks // per_node)
+    return {"copies": {"nodes": nodes, **vars(copies_cost(load, nodes, job.checkpoint.memory_every_steps))}}
+
+
+def copies_text(copies: dict[str, Any]) -> str:
+    """Describe what checkpoints in memory cost a node."""
+    from muster.collectives_bench.sizes import size_text
+
+    held, most = size_text(copies["held"]), size_text(copies["most"])
+    text = f"copies of the state every {copies['every_steps']} steps, besides the memory of the ranks: {held} on a node"
+    if copies["nodes"] == 1:
+        return f"{text}, and {most} while the next copy is made; nothing is sent, because there is one node"
+    return (
+        f"{text} (its own part and that of another node), and {most} while the next copy is made;\n"
+        f"a node sends {size_text(copies['sent'])} per copy, {size_text(copies['sent_per_step'])} per step"
+    )
 
 
 def _modes(
@@ -139,6 +165,8 @@ def render(record: dict[str, Any]) -> str:
     if why := record["activations_unknown"]:
         lines.append(f"activations are unknown, and so are totals: {why}")
     lines += [row["explained"] for row in record["modes"] if row["memory"] and row["explained"]]
+    if "copies" in record:
+        lines.append(copies_text(record["copies"]))
     if any(row["is_jobs"] for row in record["modes"]):
         lines.append("*  the job's own mode")
     return "\n".join(lines)

@@ -19,20 +19,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
-from muster.jobs.checkpoint.commit import begin, commit
 from muster.jobs.checkpoint.names import step_and_attempt
 from muster.jobs.checkpoint.shard import ShardRecord
-from muster.jobs.checkpoint.verify import verify
 from muster.jobs.hosts.ranks import MEMORY
-from muster.jobs.machine import ports
+from muster.jobs.machine import linux, ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node import copy_wire
+from muster.launch.node import copy_requests, copy_wire
+from muster.launch.node.copy_pace import CopyPace, OtherTraffic
+from muster.launch.node.copy_reads import SpreadReads
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import ChannelClosed
 from muster.launch.wire.handshake import HandshakeError
@@ -41,9 +41,10 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
 LOCKED_S: Final = 60.0
 LOOK_S: Final = 0.05
+QUIET_LOOK_S: Final = 0.008  # shorter than the computation of a layer
 MOST_CONNECTIONS: Final = 32
-STREAMS: Final = 4  # shards that are fetched at the same time
-NICE: Final = 10
+NICE: Final = 19  # of threads
+SESSION_NICE: Final = 10  # of the agent, which must still answer in time
 
 Tell = Callable[[wire.FromAgent], Awaitable[None]]
 
@@ -59,9 +60,14 @@ class Copies:
         self.secret = ""
         self.peer: wire.CopyTo | None = None
         self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
+        self.pace, self.traffic = CopyPace(), OtherTraffic()
+        self.reads: SpreadReads | None = None
+        self._fetching: wire.Fetch | None = None
+        self._alone: list[tuple[CheckpointDir, ShardRecord]] = []  # shards that were on a lost node, too
         self._lock = -1
         self._address = ""
         self._listener: socket.socket | None = None
+        self._ranks: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
@@ -80,18 +86,23 @@ class Copies:
                 self._address = f"{message.bind}:{self._listener.getsockname()[1]}"
             except OSError:  # behind address translation, this host does not have the address by which it is reached
                 self._listener = ports.bind("", backlog=MOST_CONNECTIONS)
-            self._spawn(self._listen)
+            self._spawn(partial(self._listen, self._listener, self._serve))
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         await self.tell(wire.Keeping(message.attempt, port, self.why))
 
     def copy_to(self, message: wire.CopyTo) -> None:
-        """From now on, copy the shards of this node's ranks to another node."""
-        if message.attempt == self.attempt:
-            self.peer = message
+        """From now on, copy the shards of this node's ranks to another node, and those that only this node has."""
+        if message.attempt != self.attempt:
+            return
+        self.peer = message
+        if self.reads is not None:
+            folders = [folder for folder in self._folders() if folder.name == self.complete]
+            self._alone = [(folder, record) for folder in folders for record in self.reads.only_here(folder)]
 
     def mark(self, message: wire.Complete) -> None:
         """Mark a checkpoint as complete on all nodes, and delete those before it."""
         self.complete = message.name or None
+        self._fetching = None if message.only else self._fetching
         for folder in self._folders():
             if folder.name == message.name:
                 with contextlib.suppress(OSError):
@@ -100,15 +111,16 @@ class Copies:
                 self._delete(folder)
 
     async def fetch(self, message: wire.Fetch) -> None:
-        """Get the shards of a checkpoint that this node lacks, verify all of it, and write its manifest."""
+        """Prepare the reading of a checkpoint that is in the memory of several nodes."""
         self._open(message.secret)
-        received, digest, why = 0, "", self.why
-        if self.run is not None:
+        self._fetching, digest, why = message, "", self.why
+        if self.reads is not None:
             try:
-                received, digest = await asyncio.to_thread(self._fetch_all, self.run, message)
-            except MusterError as error:
+                digest = await asyncio.to_thread(self.reads.prepare, message, lambda: self._fetching is message)
+            except (MusterError, OSError, ValueError) as error:
                 why = str(error)
-        await self.tell(wire.Fetched(message.attempt, message.name, digest, received, why[:1000]))
+        if self._fetching is message:
+            await self.tell(wire.Fetched(message.attempt, message.name, digest, why[:1000]))
 
     def environment(self) -> Mapping[str, str]:
         """Return the variable by which ranks find the folder; nothing if none was ordered."""
@@ -119,8 +131,9 @@ class Copies:
     def close(self) -> None:
         """End the threads, and free the memory."""
         self._ended.set()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._ranks):
+            if listener is not None:
+                listener.close()
         if self.run is not None:
             shutil.rmtree(self.run.path, ignore_errors=True)
             os.close(self._lock)
@@ -137,10 +150,14 @@ class Copies:
             path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
             self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            reads = SpreadReads(RunDir(path), secret, self._ended)
+            self._ranks = reads.listen()
         except OSError as error:
             self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
             return
-        self.run = RunDir(path)
+        self.run, self.reads = reads.run, reads
+        linux.be_nice_to_sessions(SESSION_NICE)
+        self._spawn(partial(self._listen, self._ranks, reads.serve))
         self._spawn(self._watch)
 
     def _folders(self) -> Iterator[CheckpointDir]:
@@ -188,7 +205,8 @@ class Copies:
         """Report new shards of this node's ranks, and copy them."""
         waiting: list[tuple[CheckpointDir, ShardRecord]] = []
         while not self._ended.wait(LOOK_S):
-            waiting += self._news()
+            alone, self._alone = self._alone, []
+            waiting += [*self._news(), *alone]
             peer, self_attempt = self.peer, self.attempt
             waiting = [each for each in waiting if each[0].path.exists() and not each[0].failed.exists()]
             if peer is None or peer.attempt != self_attempt:
@@ -207,8 +225,9 @@ class Copies:
             with contextlib.suppress(OSError, ValueError):
                 for path in folder.path.glob("shard-*.ok"):
                     writer = int(path.stem.removeprefix("shard-"))
-                    if (folder.name, writer) not in self._seen and (record := copy_wire.record_of(folder, writer)):
+                    if (folder.name, writer) not in self._seen and (record := copy_requests.record_of(folder, writer)):
                         self._seen[folder.name, writer] = False
+                        self.pace.shard(folder.name, record.bytes, time.monotonic())
                         self._report_kept(folder, record)
                         yield folder, record
 
@@ -217,72 +236,55 @@ class Copies:
             return
         try:
             with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
-                copy_wire.put(connection, folder, record, self._pace)
+                copy_requests.put(connection, folder, record, self._pace)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
 
     def _pace(self, count: int) -> None:
-        """Wait before sending `count` bytes.
+        """Wait until the ranks do not use the network, or there is no time left, before sending `count` bytes.
 
         Raises:
             UnreachableError: if the agent ends.
         """
+        since = now = time.monotonic()
+        while self.pace.may_wait(since, now) and not self.traffic.is_quiet(now):
+            self._ended.wait(QUIET_LOOK_S)
+            now = time.monotonic()
         if self._ended.is_set():
             raise UnreachableError("this agent ends")
+        self.traffic.sending(count)
 
     # From other nodes -----------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        assert self._listener is not None
+    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         while not self._ended.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return  # the listener was closed
-            if self._connections.acquire(blocking=False):
-                self._spawn(lambda connection=connection: self._serve(connection))  # type: ignore[misc]
-            else:
-                connection.close()
+            self._spawn(partial(serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one connection. One that does not prove that it belongs to the run is closed."""
+        if self.reads is None or not self._connections.acquire(blocking=False):
+            connection.close()
+            return
+        answering = copy_requests.Answering(self.reads.run, self._expect, self.reads.index)
         try:
-            with connection, contextlib.suppress(OSError, HandshakeError, MusterError):
-                with copy_wire.accepted(connection, self._address, self.secret) as end:
-                    found = None if self.run is None else copy_wire.answer(end, self.run, self._expect, self._pace)
-                if found is not None:
-                    self._report_kept(*found)
+            with (
+                connection,
+                contextlib.suppress(OSError, HandshakeError, MusterError),
+                copy_wire.accepted(connection, self._address, self.secret) as end,
+            ):
+                while True:  # until the other end closes the connection
+                    if (found := answering.answer(end)) is not None:
+                        self._report_kept(*found)
         finally:
             self._connections.release()
 
     def _expect(self, folder: CheckpointDir, writer: int) -> None:
         self._seen[folder.name, writer] = True
-
-    def _fetch_all(self, run: RunDir, message: wire.Fetch) -> tuple[int, str]:
-        found = step_and_attempt(message.name)
-        if found is None:
-            raise UnreachableError(f"{message.name!r:.80} is not the name of a checkpoint")
-        folder = begin(run, *found)
-        sources: dict[int, list[tuple[str, int]]] = {}
-        for writer, address, port in message.sources:
-            sources.setdefault(writer, []).append((address, port))
-        missing = [writer for writer in range(message.writers) if copy_wire.record_of(folder, writer) is None]
-        with ThreadPoolExecutor(STREAMS) as pool:
-            received = sum(pool.map(lambda writer: self._fetch_one(folder, writer, sources.get(writer, [])), missing))
-        commit(run, folder, message.writers, deadline_s=0.0)
-        return received, verify(folder).sha256
-
-    def _fetch_one(self, folder: CheckpointDir, writer: int, sources: list[tuple[str, int]]) -> int:
-        error: MusterError = UnreachableError(f"{folder.name}: no node has shard {writer}")
-        self._expect(folder, writer)
-        for address, port in sources:
-            try:
-                with copy_wire.dialled(address, port, self.secret) as connection:
-                    return copy_wire.get(connection, folder, writer)
-            except MusterError as problem:
-                error = problem
-        raise error
 
 
 def prefix() -> str:

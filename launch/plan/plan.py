@@ -268,7 +268,7 @@ def session_text(context: Context) -> str:
         {
             "version": SESSION_VERSION,
             "job": context.job.name,
-            "checkpoint": settings.model_dump(mode="json", exclude={"memory_every_steps"}),  # refused for programs
+            "checkpoint": settings.model_dump(mode="json"),
             "attempt": context.attempt,
             "hang_s": context.job.hang_s,
             "saving": bool(context.options.get("saving", True)),

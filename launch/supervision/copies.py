@@ -61,6 +61,19 @@ class InMemory:
     nbytes: int
     holders: Mapping[int, Sequence[Slot]]
 
+    @property
+    def runs(self) -> dict[Slot, tuple[tuple[int, int], ...]]:
+        """{slot: the shards that it has, as (first, last) of consecutive ranks}."""
+        found: dict[Slot, list[tuple[int, int]]] = {}
+        for writer, slots in sorted(self.holders.items()):
+            for slot in slots:
+                runs = found.setdefault(slot, [])
+                if runs and runs[-1][1] == writer - 1:
+                    runs[-1] = (runs[-1][0], writer)
+                else:
+                    runs.append((writer, writer))
+        return {slot: tuple(runs) for slot, runs in sorted(found.items())}
+
 
 class Holdings:
     """The shards in the memory of every node, as the nodes have reported them."""
@@ -92,15 +105,6 @@ class Holdings:
         for name, shards in self._held.pop(slot, {}).items():
             self._count[name] -= len(shards)
             self.lost.setdefault(name, set()).add(slot)
-
-    def spread(self, name: str, slots: Iterable[Slot]) -> None:
-        """Record that all of these nodes have got every shard of a checkpoint."""
-        shards: dict[int, tuple[str, int]] = {}
-        for held in self._held.values():
-            shards |= held.get(name, {})
-        for slot in slots:
-            for writer, (sha256, nbytes) in shards.items():
-                self.note(slot, name, writer, len(shards), sha256, nbytes)
 
     def keep_from(self, name: str, *, only: bool = False) -> None:
         """Forget the checkpoints before `name`; with `only`, all others."""

@@ -2,7 +2,7 @@
 
     Start ──► KeepCopies ─► Keeping (port) … all ─► CopyTo        once per attempt
     Kept, Kept, … of every shard from two nodes ─► Complete       every memory_every_steps steps
-    the attempt has failed ─► Fetch ─► Fetched (SHA-256) … all    the ranks load the checkpoint from their node's memory
+    the attempt has failed ─► Fetch ─► Fetched (SHA-256) … all    the ranks read it from the memory of the nodes
 
 `launch/supervision/copies.py` decides, this sends and receives. The other end is `launch/node/copies.py`.
 """
@@ -32,7 +32,7 @@ class PeerMemory:
 
     def __init__(self, context: Context, run_nodes: RunNodes, log: EventLog) -> None:
         settings = context.job.checkpoint
-        self.is_on = context.entry is not None and settings is not None and settings.memory_every_steps is not None
+        self.is_on = settings is not None and settings.memory_every_steps is not None
         self.run_nodes = run_nodes
         self.log = log
         self.holdings = Holdings()
@@ -46,6 +46,7 @@ class PeerMemory:
         self._partners: Mapping[Slot, Slot | None] = {}
         self._said: set[str] = set()
         self._answers: dict[Slot, wire.Fetched] = {}
+        self._fetching: set[Slot] = set()  # nodes that were ordered to prepare a checkpoint
         self._begun: dict[str, float] = {}  # {checkpoint: when its first shard was reported, monotonic}
 
     # Copying --------------------------------------------------------------------------------------------------------
@@ -143,26 +144,29 @@ class PeerMemory:
         return [each for each in self.holdings.available(self.run_nodes.alive()) if each.step > after]
 
     def fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
-        """Order the nodes of the next attempt to get a checkpoint; return the time limit in seconds."""
-        self._answers = {}
-        sources = tuple(
-            (writer, self._addresses[slot], self._ports[slot])
-            for writer, holders in found.holders.items()
-            for slot in holders
-            if self._ports.get(slot)
-        )
-        for slot in slots:
-            self.run_nodes.send(slot, wire.Fetch(attempt, found.name, self._secret, len(found.holders), sources))
-        return len(slots) * found.nbytes / SLOWEST_BYTES_PER_S
+        """Order the nodes of the next attempt, and those with shards, to prepare its reading; return the time limit.
 
-    def is_fetched(self, slots: Collection[Slot]) -> bool:
+        One node collects the records of the shards, and the others get them there, so that messages stay short.
+        """
+        self._answers, self._fetching = {}, {*slots, *found.runs}
+        holders = [slot for slot in found.runs if self._ports.get(slot)]
+        table = tuple((self._addresses[slot], self._ports[slot], found.runs[slot]) for slot in holders)
+        about = (attempt, found.name, self._secret, len(found.holders))
+        collect = wire.Fetch(*about, collects=True, sources=table)
+        rest = wire.Fetch(*about, collects=False, sources=tuple((at, port, ()) for at, port, _ in table[:1]))
+        for slot in self._fetching:
+            self.run_nodes.send(slot, collect if slot in holders[:1] else rest)
+        return found.nbytes / SLOWEST_BYTES_PER_S
+
+    def is_fetched(self) -> bool:
         """Return whether all nodes have answered, or one of them cannot have the checkpoint."""
         failed = any(each.why for each in self._answers.values())
-        lost = any(not self.run_nodes.nodes[slot].is_alive for slot in slots)
-        return failed or lost or self._answers.keys() >= set(slots)
+        lost = any(not self.run_nodes.nodes[slot].is_alive for slot in self._fetching)
+        return failed or lost or self._answers.keys() >= self._fetching
 
-    def fetched(self, found: InMemory, slots: Collection[Slot]) -> dict[str, Any] | str:
+    def fetched(self, found: InMemory) -> dict[str, Any] | str:
         """Return the checkpoint from which all nodes can continue, or why they cannot."""
+        slots = sorted(self._fetching, key=lambda slot: not (slot in self._answers and self._answers[slot].why))
         for slot in slots:
             answer, host = self._answers.get(slot), self.run_nodes.nodes[slot].host
             if answer is None or answer.name != found.name:
@@ -174,13 +178,9 @@ class PeerMemory:
             return f"the nodes have different contents of {found.name}"
         return {"checkpoint": found.name, "step": found.step, "sha256": digests.pop(), "memory": True}
 
-    def begin_from(self, name: str, attempt: int, slots: Sequence[Slot] = ()) -> None:
-        """Delete all other checkpoints in memory; `name` is "" if the next attempt uses none of them.
-
-        `slots`: the nodes that have fetched it.
-        """
+    def begin_from(self, name: str, attempt: int) -> None:
+        """Delete all other checkpoints in memory; `name` is "" if the next attempt uses none of them."""
         self.complete, self._since = name, attempt
-        self.holdings.spread(name, slots)
         for slot in self.run_nodes.alive():
             self.run_nodes.send(slot, wire.Complete(attempt, name, only=True))
         self.holdings.keep_from(name, only=True)

@@ -181,11 +181,11 @@ class Supervisor:
             limit_s = self.memory.fetch(found, number, self.slots)
             until = time.monotonic() + limit_s + self.job.start_timeout_s
             await self._pump(
-                lambda: self.memory.is_fetched(self.slots) or self.stop is not None or time.monotonic() > until  # noqa: B023
+                lambda: self.memory.is_fetched() or self.stop is not None or time.monotonic() > until  # noqa: B023
             )
-            chosen = self.memory.fetched(found, self.slots)
+            chosen = self.memory.fetched(found)
             if not isinstance(chosen, str):
-                self.memory.begin_from(found.name, number, self.slots)
+                self.memory.begin_from(found.name, number)
                 return chosen
             why = chosen
         if why:

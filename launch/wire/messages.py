@@ -231,7 +231,6 @@ class Fetched:
     attempt: Attempt
     name: Name
     sha256: Name
-    bytes: Count = 0  # received from other nodes
     why: Text = ""
 
 
@@ -375,15 +374,23 @@ class Complete:
     only: bool = False
 
 
+Source = tuple[Name, Port, tuple[tuple[Rank, Rank], ...]]
+
+
 @dataclass(frozen=True)
 class Fetch:
-    """An order to get all shards of a checkpoint. `sources`: (rank, address, port) of nodes that have its shard."""
+    """An order to prepare the reading of a checkpoint in memory: verify the shards here, and get the manifest.
+
+    One node `collects` the records of all shards. `sources` are then (address, port, (first rank, last rank), …) of
+    the nodes that have shards. For all other nodes it is the collecting node alone, without ranks.
+    """
 
     attempt: Attempt
     name: Name
     secret: Name
     writers: Annotated[int, Bound(1, 1 << 20)]
-    sources: Annotated[tuple[tuple[Rank, Name, Port], ...], Bound(most=1 << 20)]
+    collects: bool
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)

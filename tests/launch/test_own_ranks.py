@@ -51,7 +51,8 @@ def test_a_program_goes_on_from_its_newest_checkpoint_after_a_rank_was_killed(tm
     session = json.loads(start["MUSTER_SESSION"])
     assert start["MUSTER_FILES"] == str(live.run.files)
     assert (session["version"], session["resume"], session["saving"]) == (1, None, True)
-    assert session["checkpoint"] == {"every_steps": 5, "every_s": None, "keep": 3, "blocking": False}
+    settings = {"every_steps": 5, "every_s": None, "keep": 3, "blocking": False, "memory_every_steps": None}
+    assert session["checkpoint"] == settings
 
 
 def test_ctrl_c_has_a_program_save_after_one_step_and_resume_goes_on_from_there(

@@ -80,6 +80,21 @@ def test_records_are_bytes(capsys, job):
     assert (found["zero2"]["is_jobs"], found["zero1"]["is_jobs"]) == (True, False)
 
 
+@pytest.mark.parametrize(("world", "nodes"), [(None, 4), ("8", 8), ("1", 1)])
+def test_the_cost_of_copies_in_memory_is_predicted(capsys, tmp_path, world, nodes):
+    path = tmp_path / "copies.yaml"
+    path.write_text(JOB + "checkpoint: {every_s: 600, memory_every_steps: 10}\n", encoding="utf-8")
+    options = [] if world is None else ["--world", world]
+    copies = record(capsys, str(path), *options)["all"]["copies"]
+    part = 12 * PARAMETERS / nodes
+    assert copies["held"] == part * min(nodes, 2)
+    assert copies["most"] == 2 * copies["held"]
+    assert copies["sent_per_step"] * 10 == copies["sent"] == (part if nodes > 1 else 0)
+    assert main(["memory", str(path), *options]) == 0
+    sent = f"a node sends {size_text(part)} per copy" if nodes > 1 else "nothing is sent"
+    assert sent in capsys.readouterr().out
+
+
 def test_ranks_and_values_of_the_job_can_be_others(capsys, job):
     found = record(capsys, job, "--world", "8", "--modes", "zero3")
     assert found["zero3"]["memory"]["optimizer"] == PARAMETERS

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.errors import UnreachableError
 from muster.jobs.checkpoint.commit import begin
+from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.shard import ShardRecord, write_shard
 from muster.jobs.hosts.ranks import MEMORY
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.saving.memory import NodesMemory
 from muster.launch.node import copies as module
+from muster.launch.node import copy_reads
 from muster.launch.node.copies import Copies, delete_leftovers, prefix
 from muster.launch.wire import messages as wire
 
@@ -92,19 +98,68 @@ def test_a_shard_is_copied_and_both_nodes_report_it(monkeypatch: pytest.MonkeyPa
     with_nodes(monkeypatch, tmp_path, work)
 
 
-def test_a_node_fetches_what_it_lacks_and_both_have_the_same_manifest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def port_of(node: Node) -> int:
+    return next(each.port for each in node.told if isinstance(each, wire.Keeping))
+
+
+async def prepare(one: Node, other: Node) -> list[wire.Fetched]:
+    """Prepare the reading of a checkpoint of which `one` has shard 0 and `other` shard 1; `one` collects."""
+    table = ((LOCAL, port_of(one), ((0, 0),)), (LOCAL, port_of(other), ((1, 1),)))
+    await asyncio.gather(
+        other.copies.fetch(wire.Fetch(1, NAME, KEY, 2, False, ((LOCAL, port_of(one), ()),))),
+        one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, True, table)),
+    )
+    return [each for node in (one, other) for each in node.told if isinstance(each, wire.Fetched)]
+
+
+def read(node: Node, name: str, count: int) -> bytes:
+    """Read a tensor of the prepared checkpoint, as a rank of the node does."""
+    assert node.copies.run is not None
+    folder = CheckpointDir(node.folder())
+    remote = NodesMemory(node.copies.run, NAME)
+    with CheckpointReader(folder, read_manifest(folder), remote=remote) as reader:
+        reader.read_into(whole(name, "U8", (count,)), data := bytearray(count))
+    return bytes(data)
+
+
+def test_ranks_read_ranges_of_shards_that_other_nodes_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = os.urandom(9 << 20)  # several requests
+
     async def work(one: Node, other: Node, port: int) -> None:
-        own = one.told[0]
-        assert isinstance(own, wire.Keeping)
         one.write(0)
-        other.write(1)
-        fetch = wire.Fetch(1, NAME, KEY, 2, ((0, LOCAL, own.port), (1, LOCAL, port)))
-        await asyncio.gather(one.copies.fetch(fetch), other.copies.fetch(fetch))
-        answers = [each for node in (one, other) for each in node.told if isinstance(each, wire.Fetched)]
+        other.write(1, data)
+        answers = await prepare(one, other)
         assert [each.why for each in answers] == ["", ""]
         assert answers[0].sha256 == answers[1].sha256 != ""
+        assert await asyncio.to_thread(read, one, "model/1", len(data)) == data
+        assert await asyncio.to_thread(read, other, "model/0", 8) == b"12345678"
+        assert {path.name for path in one.folder().glob("shard-*")} == {"shard-00000.ok", "shard-00000.safetensors"}
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_a_rank_is_told_if_no_node_has_a_shard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.write(0)
+        other.write(1)
+        await prepare(one, other)
+        other.copies.close()
+        monkeypatch.setattr(copy_reads, "PATIENCE_S", 0.2)
+        with pytest.raises(UnreachableError, match=r"no node has sent shard 1: the node at 127.0.0.1"):
+            await asyncio.to_thread(read, one, "model/1", 8)
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_shards_that_only_one_node_has_are_copied_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.write(0)
+        other.write(1)
+        await prepare(one, other)
+        one.copies.mark(wire.Complete(1, NAME, only=True))
+        one.copies.attempt = 1
+        one.copies.copy_to(wire.CopyTo(1, "other", LOCAL, port))
+        await until(lambda: other.kept() == {0, 1})
 
     with_nodes(monkeypatch, tmp_path, work)
 
@@ -117,10 +172,9 @@ def test_a_damaged_shard_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-        await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, ((1, LOCAL, port),)))
-        answer = one.told[-1]
-        assert isinstance(answer, wire.Fetched)
-        assert "shard 1 has changed on its way" in answer.why
+        sound, damaged = await prepare(one, other)
+        assert sound.why == ""
+        assert "damaged: its sha256 differs from the saved one" in damaged.why
 
     with_nodes(monkeypatch, tmp_path, work)
 
@@ -154,8 +208,9 @@ def test_a_node_with_another_key_gets_nothing(monkeypatch: pytest.MonkeyPatch, t
     async def work(one: Node, other: Node, port: int) -> None:
         one.write(0)
         other.write(1)
-        one.copies.secret = "cd" * 32
-        await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, ((1, LOCAL, port),)))
+        assert one.copies.reads is not None
+        one.copies.reads.secret = "cd" * 32
+        await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, True, ((LOCAL, port, ((1, 1),)),)))
         answer = one.told[-1]
         assert isinstance(answer, wire.Fetched)
         assert "does not hold" in answer.why

@@ -89,12 +89,9 @@ def test_lost_nodes_are_named_with_the_shards_that_only_they_had() -> None:
     assert holdings.unavailable(OLD, [0]) is None
 
 
-def test_nodes_that_have_fetched_a_checkpoint_hold_all_of_it() -> None:
-    holdings = filled({OLD: {0: [0, 2], 1: [1, 0]}})
-    holdings.spread(OLD, [0, 2])
-    holdings.lose(1)
-    holdings.lose(0)
-    assert holdings.available([2])[0].holders == {0: [2], 1: [2], 2: [2]}
+def test_the_shards_of_a_node_are_listed_as_runs() -> None:
+    holdings = filled({OLD: {0: [0, 2], 1: [1, 0], 2: [0, 1, 2]}})
+    assert holdings.available([0, 1, 2])[0].runs == {0: ((0, 0), (2, 2)), 1: ((0, 1),), 2: ((0, 2),)}
 
 
 def test_an_older_checkpoint_is_forgotten() -> None:
