@@ -45,9 +45,10 @@ from muster.jobs.world.world import World
 if TYPE_CHECKING:
     from muster.jobs.train.loop import Trainer
 
-PATIENCE_S: Final = 30.0  # how long to wait for an order; the supervisor decides earlier
+PATIENCE_S: Final = 600.0  # how long to wait for an order; the supervisor decides earlier
 NONE: Final = -1
 COPIED: Final = ("gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp")  # syncs that replicate all state
+SHARDED: Final = ("sharded", "fsdp")  # syncs of which each rank has a shard of the state
 FIRST: Final = (0, 1, 1)  # the group of rank 0
 
 
@@ -159,7 +160,7 @@ class LivingState:
         """Hold the state of a trainer, and report which ranks have copies of it."""
         self.hold(trainer, done)
         if self.stays and trainer.world.rank == 0:
-            reporter.replicas(*replicas_of(trainer))
+            reporter.replicas(*replicas_of(trainer), reloads=reloads(trainer))
 
     def end(self) -> None:
         """Drop the state after the last attempt.
@@ -271,6 +272,12 @@ def why_unique(trainer: "Trainer") -> str:
     if stages is not None and trainer.engine.model.whole.buffers:
         return "the stages have running statistics, which only one copy of each has"
     return ""
+
+
+def reloads(trainer: "Trainer") -> bool:
+    """Return whether any number of ranks can continue from a checkpoint in memory, in the processes that they have."""
+    is_split = trainer.engine.stages is not None or trainer.world.tensor > 1
+    return trainer.settings.sync in (*COPIED, *SHARDED) and not is_split
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
