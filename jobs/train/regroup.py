@@ -6,6 +6,8 @@
 The ranks that continue have done n or n + 1 steps, because a step needs all of them. The newest state counts. Other
 ranks, and those that have just started, receive it from a rank that has it, as the parts of a checkpoint. So at most
 one step is repeated. Wrappers, optimizer and graphs are built anew, as after the start.
+
+If no living rank has a part of the state (ZeRO), all ranks instead load a checkpoint from the memory of their nodes.
 """
 
 import gc
@@ -276,8 +278,9 @@ def why_unique(trainer: "Trainer") -> str:
 
 def reloads(trainer: "Trainer") -> bool:
     """Return whether any number of ranks can continue from a checkpoint in memory, in the processes that they have."""
-    is_split = trainer.engine.stages is not None or trainer.world.tensor > 1
-    return trainer.settings.sync in (*COPIED, *SHARDED) and not is_split
+    sync, world = trainer.settings.sync, trainer.world
+    is_split = trainer.engine.stages is not None or world.tensor > 1
+    return not is_split and (sync in COPIED or (sync in SHARDED and world.device.type == "cpu"))
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:

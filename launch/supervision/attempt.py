@@ -330,7 +330,8 @@ class Attempt:
         """Record that a node, and with it its remaining ranks, was lost `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         self.joiners.lose_node(node_rank, why)
-        if not lost:
+        if not lost:  # a joiner of the next attempt may have been lost
+            self.regrouping = self.regroup() if self.regrouping and self.regroup else self.regrouping
             return
         self.roster.running -= lost
         # Ranks that lost their connection to this node may have failed before its loss was noticed.

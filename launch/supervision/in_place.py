@@ -188,9 +188,9 @@ def why_not(
 ) -> str:
     """Return why the other ranks cannot continue after the first failure of an attempt; "" if they can.
 
-    `memory`: why the memory of the nodes has no checkpoint, or "". `used`: restarts so far. `tries`: attempts in a row that began in place and
-    completed no step. `nodes`: nodes that are left, and `least` how many the job needs. `misfit(n)`: why the job cannot
-    run on n ranks, or "".
+    `memory`: why the memory of the nodes has no checkpoint, or "". `used`: restarts so far. `tries`: attempts in a row
+    that began in place and completed no step. `nodes`: nodes that are left, and `least` how many the job needs.
+    `misfit(n)`: why the job cannot run on n ranks, or "".
     """
     if settings is None or settings.in_place != "auto":
         return "restart.in_place is not set"

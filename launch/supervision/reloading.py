@@ -53,5 +53,6 @@ async def reload(
 
 
 def _copied_after(attempt: Attempt) -> int:
-    """Return the step after which all ranks have copied the state for ranks that join; 0 if none join."""
-    return attempt.stop_at or 0 if attempt.joining and attempt.stop is not None else 0
+    """Return the step after which all ranks copied the state for ranks that join; 0 if none join, or a rank failed."""
+    joins = attempt.joining and attempt.stop is not None and attempt.story.failed_at is None
+    return (attempt.stop_at or 0) if joins else 0

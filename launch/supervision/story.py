@@ -98,9 +98,13 @@ class Story:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The newest checkpoint: {"checkpoint": its name or None, "step": n}."""
+        """The newest checkpoint on disk: {"checkpoint": its name or None, "step": n}."""
         if self.saved_step is None:
-            return {"checkpoint": self.origin, "step": self.origin_step}
+            return (
+                {"checkpoint": None, "step": 0}
+                if self.from_memory
+                else {"checkpoint": self.origin, "step": self.origin_step}
+            )
         return {"checkpoint": self.saved, "step": self.saved_step}
 
     def row(

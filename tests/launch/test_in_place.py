@@ -314,6 +314,19 @@ def test_a_second_rank_is_lost_while_sharded_ranks_regroup(tmp_path: Path, unint
     assert hashes(live.run.path) == uninterrupted({"mode": "zero2"})
 
 
+def test_a_second_rank_is_lost_when_a_replacement_joins_sharded_ranks(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(train={"mode": "zero1"}, checkpoint=MEMORY))
+    before = pids(live, 0)
+    wait_copied(live, 10)
+    kill(live, 0, 2)
+    live.wait_for("restarting", 2)  # the others have copied their state for the replacement
+    kill(live, 1, 0)
+    assert live.end() == 0, live.err
+    assert live.events("attempt")[-1]["world_size"] == 4
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
+
+
 def test_a_node_is_lost_while_the_others_get_the_shards(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=MEMORY, min_nodes=1))
     before = pids(live, 0)
