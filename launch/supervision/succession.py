@@ -193,8 +193,9 @@ class Succession:
         hosts, why = self.run_nodes.hosts(choice.slots), verdict.message.partition("\n")[0]
         if regrouping is not None:
             log.event("restarting", attempt=number, delay_s=0.0, hosts=hosts, why=why, in_place=regrouping.world_size)
+            ending = "s" * (regrouping.world_size == 1)
             console.say(f"muster: {why}")
-            console.say(f"attempt {number} in place: {counted(regrouping.world_size, 'rank')} continue")
+            console.say(f"attempt {number} in place: {counted(regrouping.world_size, 'rank')} continue{ending}")
             return
         log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
         wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
