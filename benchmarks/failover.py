@@ -7,7 +7,8 @@
                restart, and by torchft in the folder --torchft (limit for a silent replica: 5 s, its default, and 0.5 s)
     join       how long three ranks stand still when the fourth joins them, in steps
     told       the first rank's failure on four nodes, to the moment at which every other rank has been told to stop
-    lost       the power of one of four nodes is cut, to the first new step on the other three (`min_nodes: 3`)
+    lost       the power of one of four nodes is cut, to the first new step on the other three (`min_nodes: 3`), with a
+               restart or, with --in-place, in place
 
     .venv/bin/python benchmarks/failover.py restart|in_place|join [--repeats 5] [--json FILE]
     sudo .venv/bin/python benchmarks/failover.py told|lost --box NAME [--on ssh|pdsh] [--how power|unplug|freeze|kill]
@@ -36,17 +37,18 @@ from typing import Any
 
 from faults.bench import Bench
 from faults.live import box, wait_for
-from faults.nodes import FOUR, NODE
+from faults.nodes import NODE
 from faults.work import job
 from harness import Options, compare, finish, turns, verdict
 
 from muster.jobs.basics.files import read_lines
 
 RANKS, HIT, AT_STEP, EVERY = 4, 2, 45, 20
+LOST_STEPS = 60  # the node is lost after 24; every further step costs time that is not measured
 TRAIN = {"mode": "ddp", "exact": False, "virtual_ranks": None}
 JOB = job(nodes=1, ranks=RANKS, steps=100_000, every=EVERY, train=TRAIN)
 PEER = Path(__file__).with_name("restart_peer.py")
-REACH_S = {"restart": 1.5, "in_place": 0.2, "join": 1.5, "told": 1.0, "lost": 15.0}
+REACH_S = {"restart": 1.5, "in_place": 0.2, "join": 1.5, "told": 1.0, "lost": 15.0, "lost_in_place": 6.0}
 RECORDED_S = {"torchrun": 45.7, "gloo": 933.0, "slurm": 300.0}
 PARTS = ("detect_s", "stop_s", "start_s", "load_s", "replay_s")
 # Rank 2 notes the time and exits with 3; every other rank notes when SIGTERM reaches it.
@@ -226,16 +228,20 @@ def told(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 def lost(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """Measure from a node's failure to the first new step, and the parts of the time lost."""
-    text = FOUR.replace('"min_nodes"', '"in_place": "auto", "min_nodes"') if args.in_place else FOUR
+    in_place: dict[str, Any] = {"in_place": "auto"} if args.in_place else {}
+    text = job(nodes=4, steps=LOST_STEPS, train={"virtual_ranks": 12}, restart={"min_nodes": 3, **in_place})
     rows = [lost_once(bench, args.how, text) for _ in range(args.repeats)]
+    print(f"steps redone: {[row['redone'] for row in rows]}")
     parts = {part: statistics.median(row[part] for row in rows) for part in PARTS}
     print(", ".join(f"{part.removesuffix('_s')} {seconds:.2f} s" for part, seconds in parts.items()))
     print(f"recorded elsewhere: {', '.join(f'{name} {seconds:g} s' for name, seconds in RECORDED_S.items())}")
-    return slowest_of("lost", [row["seconds"] for row in rows], how=args.how, rows=rows, **RECORDED_S)
+    what = "lost_in_place" if args.in_place else "lost"
+    return slowest_of(what, [row["seconds"] for row in rows], how=args.how, rows=rows, **RECORDED_S)
 
 
 def lost_once(bench: Bench, how: str, text: str) -> dict[str, float]:
-    """Return the seconds to the first new step, and the parts of the time lost."""
+    """Return the seconds to the first new step, the steps done again, and the parts of the time lost."""
+    box("heal", NODE, "--name", bench.box)  # a run that was killed may have left it without power
     live = bench.start_in_box(text)
     try:
         live.wait_step(24)
@@ -245,9 +251,10 @@ def lost_once(bench: Bench, how: str, text: str) -> dict[str, float]:
         code = live.end()
         assert code == 0, live.last_words()
         old, new = live.attempts()[:2]
-        assert new["world_size"] == 3, new
+        assert (old["world_size"], new["world_size"]) == (4, 3), (old, new)
         times = old["times"] | new["times"]
-        return {"seconds": first["time"] - began, **{part: times.get(part, 0.0) for part in PARTS}}
+        redone = old["last_step"] - new["from_step"]
+        return {"seconds": first["time"] - began, "redone": redone, **{part: times.get(part, 0.0) for part in PARTS}}
     finally:
         live.kill()
         box("heal", NODE, "--name", bench.box)

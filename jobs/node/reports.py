@@ -2,7 +2,8 @@
 
     {"report": "arrived"}                               about to join the other ranks
     {"report": "joined"}                                has joined them
-    {"report": "replicas", "groups": [[0, 4, 1]], "why": ""}    one of these must live, as [first, count, stride]
+    {"report": "replicas", "groups": [[0, 4, 1]], "why": "", "reloads": true}    one of these must live, as [first,
+        count, stride], or all ranks reload the state
     {"report": "waiting", "of": 0, "step": 41, "why": "..."}    has left attempt 0, after 41 complete steps, and waits
     {"report": "regrouped", "step": 41, "redone": 1, "source": 0, "seconds": 0.1}    has the state of living ranks
     {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
@@ -51,12 +52,13 @@ class Reporter:
         """Report that this rank has joined the others."""
         self._send({"report": "joined"})
 
-    def replicas(self, groups: Sequence[tuple[int, int, int]], why: str) -> None:
+    def replicas(self, groups: Sequence[tuple[int, int, int]], why: str, *, reloads: bool) -> None:
         """Report which ranks have copies of the same state, so that one of each group is enough to continue.
 
-        If there are no groups, `why` is the reason.
+        If there are no groups, `why` is the reason. `reloads`: any number of ranks can continue from a checkpoint in
+        memory.
         """
-        self._send({"report": "replicas", "groups": groups, "why": why})
+        self._send({"report": "replicas", "groups": groups, "why": why, "reloads": reloads})
 
     def waiting(self, *, of: int, step: int, why: str) -> None:
         """Report that this rank has left attempt `of` with the state after `step` steps, and waits for the next one."""

@@ -28,10 +28,11 @@ from muster.jobs.basics.errors import UnreachableError
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.hosts import ranks
+from muster.jobs.node import page
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.resume import Resume
-from muster.jobs.saving.saver import InFlight, NotSaving, Part, Room, Saver
+from muster.jobs.saving.saver import NONE, POLL_S, InFlight, NotSaving, Part, Room, Saver
 from muster.jobs.saving.schedule import SaveSchedule
 
 NOTES: Final = 4  # values that a `Saver` shares at a log point
@@ -93,12 +94,25 @@ class MemorySaver(Saver[Part]):
     """A saver whose target is the folder in memory. It never ends the training, and is not waited for."""
 
     noun = "a copy in memory"
+    written = NONE  # the newest step whose shard this rank's writer has written
 
     def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
         """Do nothing: the save on disk, which the caller wants, is newer than any copy."""
 
     def settle(self) -> None:
         """Stop saving on this rank."""
+        self.close()
+
+    def pass_on(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Copy the state after `done` steps into this node's memory, for the ranks of the next attempt. Then stop."""
+        if self.flight is None or self.flight.order.step != done:
+            self._wait()
+        if self.safe != done:
+            if self.flight is None:
+                self._save(done, losses)
+            while self.flight is not None and self.written != done:
+                self._look(wait_s=POLL_S)
+                page.own.beat()
         self.close()
 
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
@@ -114,6 +128,7 @@ class MemorySaver(Saver[Part]):
             return
         super()._process_message(flight, message)
         if message["did"] == "shard":  # every rank waits for the others
+            self.written = flight.order.step
             flight.deadline_s += flight.order.wait_s
 
     def _miss(self, flight: InFlight, message: str) -> None:
@@ -179,6 +194,11 @@ class SavesTwice(NotSaving):
     def settle(self) -> None:
         """Wait for the save in flight on disk, then stop saving on this rank."""
         self.memory.settle()
+        self.disk.settle()
+
+    def pass_on(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Copy the state into the memory of the nodes, for the ranks of the next attempt. Stop saving on this rank."""
+        self.memory.pass_on(done, losses)
         self.disk.settle()
 
     def abandon(self) -> None:

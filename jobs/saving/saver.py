@@ -149,6 +149,10 @@ class NotSaving:
     def settle(self) -> None:
         """Wait for the save in flight, then stop saving on this rank. Other ranks may continue to save."""
 
+    def pass_on(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Stop saving on this rank, before other ranks take over its state."""
+        self.settle()
+
     def abandon(self) -> None:
         """Stop saving, and give up the save in flight."""
 

@@ -35,7 +35,7 @@ from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
 from muster.jobs.train.profiling.clock import StepMarks, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
-from muster.jobs.train.regroup import Interrupted, LivingState
+from muster.jobs.train.regroup import Interrupted, LivingState, why_unique
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, PipelineRecorder, StepRecorder
@@ -142,7 +142,7 @@ def train(
                 )
             metrics.finish()
             if page.own.regroups and done < steps:
-                saving.settle()
+                saving.pass_on(done, metrics.recent) if why_unique(trainer) else saving.settle()
                 raise Interrupted("ranks join")
             require_finite(trainer.engine, trainer.world, done)
             saving.finish(done, metrics.recent)

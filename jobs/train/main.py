@@ -203,7 +203,10 @@ class InPlace:
 
 @dataclass(frozen=True)
 class TrainStart:
-    """An attempt: its run folder, its number, and the checkpoint that it resumes from, unless it continues in place."""
+    """An attempt: its run folder, its number, the checkpoint that it resumes from, and whether it continues in place.
+
+    Without a checkpoint, the ranks that continue in place have the state.
+    """
 
     run: RunDir
     attempt: int
@@ -236,7 +239,7 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
         write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     living.connected()
     saving, replay, first, evaluates, living.regroups = NOT_SAVING, None, 0, False, False
-    if start.in_place is not None:
+    if start.in_place is not None and start.resume is None:
         source = take_over(living, trainer, reporter)
         first, evaluates = source.done, is_evaluated(trainer, source.done) and not source.evaluated
     if job.checkpoint is not None or start.resume is not None:
@@ -346,7 +349,7 @@ def build_saver(
 ) -> NotSaving:
     """Build the saver of this rank's part of the trainer's state."""
     origin = start.resume.checkpoint if start.resume is not None else None
-    parent = start.in_place.parent if start.in_place is not None else origin
+    parent = start.in_place.parent if start.in_place is not None and origin is None else origin
     began_from = None if start.resume is not None and start.resume.memory else origin  # must be on disk
     own_code = living.own_code if trainer.world.rank == 0 else {}
 

@@ -6,6 +6,8 @@
 The ranks that continue have done n or n + 1 steps, because a step needs all of them. The newest state counts. Other
 ranks, and those that have just started, receive it from a rank that has it, as the parts of a checkpoint. So at most
 one step is repeated. Wrappers, optimizer and graphs are built anew, as after the start.
+
+If no living rank has a part of the state (ZeRO), all ranks instead load a checkpoint from the memory of their nodes.
 """
 
 import gc
@@ -46,9 +48,10 @@ from muster.jobs.world.world import World
 if TYPE_CHECKING:
     from muster.jobs.train.loop import Trainer
 
-PATIENCE_S: Final = 30.0  # how long to wait for an order; the supervisor decides earlier
+PATIENCE_S: Final = 600.0  # how long to wait for an order; the supervisor decides earlier
 NONE: Final = -1
 COPIED: Final = ("gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp")  # syncs that replicate all state
+SHARDED: Final = ("sharded", "fsdp")  # syncs of which each rank has a shard of the state
 FIRST: Final = (0, 1, 1)  # the group of rank 0
 
 
@@ -160,7 +163,7 @@ class LivingState:
         """Hold the state of a trainer, and report which ranks have copies of it."""
         self.hold(trainer, done)
         if self.stays and trainer.world.rank == 0:
-            reporter.replicas(*replicas_of(trainer))
+            reporter.replicas(*replicas_of(trainer), reloads=reloads(trainer))
 
     def end(self) -> None:
         """Drop the state after the last attempt.
@@ -284,6 +287,13 @@ def why_unique(trainer: "Trainer") -> str:
     if stages is not None and trainer.engine.model.whole.buffers:
         return "the stages have running statistics, which only one copy of each has"
     return ""
+
+
+def reloads(trainer: "Trainer") -> bool:
+    """Return whether any number of ranks can continue from a checkpoint in memory, in the processes that they have."""
+    sync, world = trainer.settings.sync, trainer.world
+    is_split = trainer.engine.stages is not None or world.tensor > 1
+    return not is_split and (sync in COPIED or (sync in SHARDED and world.device.type == "cpu"))
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:

@@ -27,7 +27,8 @@ def _restarting(row: Row) -> str:
     hosts, delay_s = row.get("hosts", ()), row.get("delay_s", 0.0)
     wait = f" in {delay_s:g} s" if delay_s else ""
     if ranks := row.get("in_place"):
-        return f"muster: {row.get('why')}\nattempt {row.get('attempt')} in place: {counted(ranks, 'rank')} continue"
+        continues = f"{counted(ranks, 'rank')} continue{'s' * (ranks == 1)}"
+        return f"muster: {row.get('why')}\nattempt {row.get('attempt')} in place: {continues}"
     return f"muster: {row.get('why')}\nattempt {row.get('attempt')}{wait} on {counted(len(hosts), 'node')}"
 
 

@@ -25,7 +25,7 @@ from muster.launch.records.verdict import Cause, RankEnd, Stop, Verdict, ending_
 from muster.launch.supervision import resumption
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.hangs import HangWatch, Mute
-from muster.launch.supervision.in_place import Groups, Regrouping
+from muster.launch.supervision.in_place import Regrouping, Spread
 from muster.launch.supervision.joiners import Joiners
 from muster.launch.supervision.progress import OUTPUT
 from muster.launch.supervision.roster import Roster
@@ -83,8 +83,7 @@ class Attempt:
         self.unless_noticed: list[Callable[[], None]] = []
         self.stays = stays  # returns how the other ranks continue after a failure, or why they cannot
         self.regrouping: Regrouping | None = None  # the ranks continue in the next attempt
-        self.groups: Groups = ()  # ranks with copies of the same state
-        self.unique = ""  # why there are no such groups
+        self.spread = Spread()  # which ranks have the state
         self.joiners = Joiners(self.number, self.roster, log)
         self.joining = False  # the drain is followed by an attempt with the joiners
         self.all_wait_at: float | None = None  # when the last rank began to wait (monotonic)
@@ -210,11 +209,7 @@ class Attempt:
         if not self.ours:
             self.story.session_opened()
         if report["report"] == "replicas" and self.ours:
-            groups = report["groups"]
-            self.groups = [
-                range(first, first + count * max(stride, 1), max(stride, 1)) for first, count, stride in groups
-            ]
-            self.unique = report["why"]
+            self.spread = Spread.of(report)
             return
         if report["report"] == "waiting" and report["of"] == self.number:
             self._on_waiting(rank)
@@ -286,6 +281,7 @@ class Attempt:
             return False
         found = self.stays(ending)
         if isinstance(found, str):
+            self.regrouping = None
             self.log.tell("not_in_place", attempt=self.number, why=found)
             return False
         self.regrouping, self.story.decided_at = found, time.time()
@@ -305,7 +301,7 @@ class Attempt:
         if report["report"] != "waiting":
             return
         self.joiners.ready.add(rank)
-        if not self.joiners.are_ready or self.is_stopping or self.draining is not None:
+        if not self.joiners.are_ready or self.is_stopping or self.draining is not None or self.regrouping is not None:
             return
         self.draining = Stop(exits.REQUEUE, f"{counted(len(self.joiners.ready), 'rank')} joined the others")
         self.growing = self.joining = True
@@ -315,7 +311,7 @@ class Attempt:
     def _on_waiting(self, rank: int) -> None:
         """Handle a rank that waits for the next attempt. It begins when all wait that were told to."""
         self.waiting.add(rank)
-        if self.waiting < self.roster.running or self.is_stopping:
+        if self.waiting < self.roster.running or self.is_stopping or self.regrouping is not None:
             return
         if self.joining and self.regroup is not None:
             self.stop, self.regrouping = self.draining, self.regroup()
@@ -334,7 +330,8 @@ class Attempt:
         """Record that a node, and with it its remaining ranks, was lost `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         self.joiners.lose_node(node_rank, why)
-        if not lost:
+        if not lost:  # a joiner of the next attempt may have been lost
+            self.regrouping = self.regroup() if self.regrouping and self.regroup else self.regrouping
             return
         self.roster.running -= lost
         # Ranks that lost their connection to this node may have failed before its loss was noticed.
@@ -411,7 +408,8 @@ class Attempt:
         more nodes; this is possible only if no drain is in progress.
         """
         saving = bool(self.startup.context.options.get("saving"))
-        if not saving or self.is_stopping or self.story.first_step is None or (growing and self.draining is not None):
+        begun = self.story.first_step is not None and self.regrouping is None
+        if not saving or self.is_stopping or not begun or (growing and self.draining is not None):
             return False
         if self.draining is None:
             deadline_s = KILL_WAIT_S if by == "SIGTERM" else DRAIN_S
@@ -451,6 +449,8 @@ class Attempt:
         if self.stop_deadline is not None:
             self.stop_deadline += late_s
             self.overdue = now > self.stop_deadline
+            return
+        if self.regrouping is not None:  # its ranks wait for the next attempt
             return
         if self.draining is not None and now > self.drain_deadline:
             self.stop_all(self.draining, "the ranks did not save in time", self.job.grace_s)

@@ -12,12 +12,13 @@ left over end, and replacements start for them, too:
     stage 1    ranks 2 3                        stage 1    rank 1 (2)
 
 Ranks that hold the same state form a group (`jobs/train/regroup.py` reports them). As long as one rank of each group
-lives, nothing is lost. In all other cases the run restarts from the newest checkpoint.
+lives, nothing is lost. If a group is lost, or the state is divided over the ranks (ZeRO), all ranks reload the newest
+checkpoint of which the memory of the living nodes has every shard. In all other cases the run restarts.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from muster.jobs.basics.words import counted, spell_ranks
 from muster.jobs.hosts.placement import NodePlacement, Placement
@@ -43,9 +44,44 @@ class Regrouping:
         """The number of ranks."""
         return sum(node.ranks for node in self.nodes)
 
+    def lost(self, groups: Groups) -> Collection[int] | None:
+        """Return the first of the ended attempt's groups of which no rank continues; None if there is none."""
+        alive = set(self.adopted.values())
+        return next((group for group in groups if not alive.intersection(group)), None)
+
+    def reloads(self, groups: Groups) -> bool:
+        """Return whether the next attempt needs a checkpoint, because its ranks do not have all of the state."""
+        return not groups or self.lost(groups) is not None
+
     def groups(self, before: Groups) -> list[frozenset[int]]:
         """Return the groups of the ended attempt, with the ranks that continue under their new numbers."""
         return [frozenset(rank for rank, old in self.adopted.items() if old in group) for group in before]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the state is spread over the ranks of an attempt, as rank 0 reports it.
+
+    `groups`: ranks with copies of the same state. `unique`: why there are none. `reloads`: any number of ranks can
+    continue from a checkpoint in memory.
+    """
+
+    groups: Groups = ()
+    unique: str = ""
+    reloads: bool = False
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "Spread":
+        """Read rank 0's report."""
+        groups = [
+            range(first, first + count * max(stride, 1), max(stride, 1)) for first, count, stride in report["groups"]
+        ]
+        return cls(groups, report["why"], report["reloads"])
+
+    def after(self, regrouping: Regrouping) -> "Spread":
+        """Return how the state is spread over the ranks that continue, until rank 0 reports it."""
+        reloads = regrouping.reloads(self.groups)
+        return replace(self, groups=() if reloads else regrouping.groups(self.groups))
 
 
 @dataclass(frozen=True)
@@ -140,10 +176,10 @@ def missing(placement: Placement, slots: Sequence[int], idle: Collection[int], f
 def why_not(
     ending: RankEnd,
     regrouping: Regrouping,
-    groups: Groups,
+    spread: Spread,
     settings: RestartSettings | None,
     *,
-    unique: str,
+    memory: str,
     used: int,
     tries: int,
     nodes: int,
@@ -152,9 +188,9 @@ def why_not(
 ) -> str:
     """Return why the other ranks cannot continue after the first failure of an attempt; "" if they can.
 
-    `unique`: why there are no groups. `used`: restarts so far. `tries`: attempts in a row that began in place and
-    completed no step. `nodes`: nodes that are left, and `least` how many the job needs. `misfit(n)`: why the job cannot
-    run on n ranks, or "".
+    `memory`: why the memory of the nodes has no checkpoint, or "". `used`: restarts so far. `tries`: attempts in a row
+    that began in place and completed no step. `nodes`: nodes that are left, and `least` how many the job needs.
+    `misfit(n)`: why the job cannot run on n ranks, or "".
     """
     if settings is None or settings.in_place != "auto":
         return "restart.in_place is not set"
@@ -164,11 +200,11 @@ def why_not(
         return "restart.max is used up"
     if tries >= TRIES:
         return f"{counted(tries, 'attempt')} in a row began in place and completed no step"
-    if not groups:
-        return unique or "the ranks have not begun to train"
-    alive = set(regrouping.adopted.values())
-    if lost := [group for group in groups if not alive.intersection(group)]:
-        return f"no living rank has the state of {spell_ranks(sorted(lost[0])[:8])}"
+    if regrouping.reloads(spread.groups) and (memory or not spread.reloads):
+        lost = regrouping.lost(spread.groups) or ()
+        missing = f"no living rank has the state of {spell_ranks(sorted(lost)[:8])}" if lost else spread.unique
+        also = f", and {memory}" if missing and spread.reloads else ""
+        return f"{missing}{also}" or "the ranks have not begun to train"
     if nodes < least:
         return f"{counted(nodes, 'node')} left, and the job needs {least} (restart.min_nodes)"
     return misfit(regrouping.world_size)

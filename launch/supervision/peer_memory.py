@@ -9,7 +9,7 @@
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from muster.jobs.basics.words import counted, spell_ranks
@@ -25,6 +25,8 @@ LOOPBACK: Final = "127.0.0.1"
 SLOWEST_BYTES_PER_S: Final = 20e6  # rate of the slowest expected network
 Message = wire.Keeping | wire.Kept | wire.Fetched
 OF_MEMORY: Final = (wire.Keeping, wire.Kept, wire.Fetched)
+Chosen = dict[str, Any]  # as `jobs/saving/resume.py` reads it
+Wait = Callable[[Callable[[], bool]], Awaitable[bool]]
 
 
 class PeerMemory:
@@ -143,6 +145,35 @@ class PeerMemory:
         """List the checkpoints in memory that are newer than step `after`, newest first."""
         return [each for each in self.holdings.available(self.run_nodes.alive()) if each.step > after]
 
+    def why_none(self) -> str:
+        """Return why no checkpoint is available in memory; "" if one is."""
+        if not self.is_on:
+            return "checkpoint.memory_every_steps is not set"
+        if self.candidates(-1):
+            return ""
+        return self.why_lost(-1) or "no checkpoint is complete in the memory of the nodes"
+
+    async def load(self, until: Wait, after: int, attempt: int, slots: Sequence[Slot], limit_s: float) -> Chosen | None:
+        """Choose a checkpoint newer than step `after`, and have the nodes of the next attempt get it.
+
+        `until(condition)` waits, and returns False if the nodes are no longer those of the next attempt. `limit_s` is
+        added to the time that the slowest expected network needs. Without a checkpoint, forget all of them.
+        """
+        why = self.why_lost(after)
+        for found in self.candidates(after):
+            deadline = time.monotonic() + self.fetch(found, attempt, slots) + limit_s
+            if not await until(lambda: self.is_fetched() or time.monotonic() > deadline):  # noqa: B023
+                return None
+            chosen = self.fetched(found)
+            if not isinstance(chosen, str):
+                self.begin_from(found.name, attempt)
+                return chosen
+            why = chosen
+        if why:
+            self.log.tell("not_in_memory", attempt=attempt, why=why)
+        self.begin_from("", attempt)
+        return None
+
     def fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
         """Order the nodes of the next attempt, and those with shards, to prepare its reading; return the time limit.
 
@@ -164,7 +195,7 @@ class PeerMemory:
         lost = any(not self.run_nodes.nodes[slot].is_alive for slot in self._fetching)
         return failed or lost or self._answers.keys() >= self._fetching
 
-    def fetched(self, found: InMemory) -> dict[str, Any] | str:
+    def fetched(self, found: InMemory) -> Chosen | str:
         """Return the checkpoint from which all nodes can continue, or why they cannot."""
         slots = sorted(self._fetching, key=lambda slot: not (slot in self._answers and self._answers[slot].why))
         for slot in slots:

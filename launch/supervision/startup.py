@@ -252,8 +252,8 @@ class Startup:
             if context.entry is None:
                 context.run.make_files()
             write_json(attempt.placement, context.placement.to_json())
-            if not context.adopted:  # without this file, all checkpoints of the attempt before count
-                chosen = context.options.get("resume") or {}
+            chosen = context.options.get("resume") or {}
+            if chosen or not context.adopted:  # without this file, all checkpoints of the attempt before count
                 write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
         except MusterError as error:
             return Stop(error.exit_code, str(error))

@@ -98,10 +98,12 @@ class Story:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The newest checkpoint: {"checkpoint": its name or None, "step": n}."""
-        if self.saved_step is None:
-            return {"checkpoint": self.origin, "step": self.origin_step}
-        return {"checkpoint": self.saved, "step": self.saved_step}
+        """The newest checkpoint on disk: {"checkpoint": its name or None, "step": n}."""
+        if self.saved_step is not None:
+            return {"checkpoint": self.saved, "step": self.saved_step}
+        if self.from_memory:
+            return {"checkpoint": None, "step": 0}
+        return {"checkpoint": self.origin, "step": self.origin_step}
 
     def row(
         self,

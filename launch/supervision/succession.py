@@ -21,6 +21,7 @@ from muster.launch.records.verdict import RankEnd, Verdict
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.in_place import Regrouping, missing, regroup, why_not
+from muster.launch.supervision.peer_memory import PeerMemory
 from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, largest_part
 from muster.launch.supervision.run_nodes import RunNodes
 
@@ -31,9 +32,10 @@ class Succession:
     `saves`: the ranks make checkpoints; for a user's program, True once it has opened a session.
     """
 
-    def __init__(self, job: Job, run_nodes: RunNodes, *, saves: bool) -> None:
+    def __init__(self, job: Job, run_nodes: RunNodes, memory: PeerMemory, *, saves: bool) -> None:
         self.job = job
         self.run_nodes = run_nodes
+        self.memory = memory
         self.saves = saves
         self.past: list[Past] = []
         self.begun = False  # ranks have been started at least once
@@ -90,9 +92,9 @@ class Succession:
         why = why_not(
             ending,
             regrouping,
-            attempt.groups,
+            attempt.spread,
             self.job.restart,
-            unique=attempt.unique,
+            memory=self.memory.why_none(),
             used=sum(not each.grown for each in self.past),
             tries=len([*takewhile(lambda each: each.unproven, unproven)]) + bool(unproven),
             nodes=len(alive),
@@ -121,8 +123,9 @@ class Succession:
         return self.job.model_copy(update={"settings": with_copies(settings, world_size)})
 
     def can_be_joined(self, attempt: Attempt) -> bool:
-        """Return whether ranks can join those of an attempt, because these train and have copies of all state."""
-        stays = self.job.restart is not None and self.job.restart.in_place == "auto" and bool(attempt.groups)
+        """Return whether ranks can join those of an attempt, because these train and can pass the state on."""
+        passes_on = bool(attempt.spread.groups) or (attempt.spread.reloads and self.memory.is_on)
+        stays = self.job.restart is not None and self.job.restart.in_place == "auto" and passes_on
         is_free = attempt.draining is None and not attempt.is_stopping
         return stays and is_free and attempt.story.first_step is not None
 
@@ -190,8 +193,9 @@ class Succession:
         hosts, why = self.run_nodes.hosts(choice.slots), verdict.message.partition("\n")[0]
         if regrouping is not None:
             log.event("restarting", attempt=number, delay_s=0.0, hosts=hosts, why=why, in_place=regrouping.world_size)
+            ending = "s" * (regrouping.world_size == 1)
             console.say(f"muster: {why}")
-            console.say(f"attempt {number} in place: {counted(regrouping.world_size, 'rank')} continue")
+            console.say(f"attempt {number} in place: {counted(regrouping.world_size, 'rank')} continue{ending}")
             return
         log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
         wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""

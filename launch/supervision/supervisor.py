@@ -42,8 +42,9 @@ from muster.launch.supervision.inbox import (
     Tick,
     requested,
 )
-from muster.launch.supervision.peer_memory import OF_MEMORY, PeerMemory
+from muster.launch.supervision.peer_memory import OF_MEMORY, Chosen, PeerMemory
 from muster.launch.supervision.recovery import Decision, NodeChoice
+from muster.launch.supervision.reloading import reload
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
 from muster.launch.supervision.story import last_advice
@@ -86,8 +87,9 @@ class Supervisor:
         self.rank_of = {slot: slot for slot in self.slots}  # slot → node rank in the current attempt
         self.attempt: Attempt | None = None
         saves = context.entry is not None and resumption.saves(context)
-        self.succession = Succession(context.job, self.run_nodes, saves=saves)
         self.memory = PeerMemory(context, self.run_nodes, self.log)
+        self.succession = Succession(context.job, self.run_nodes, self.memory, saves=saves)
+        self.reloaded: Chosen | None = None  # the checkpoint in memory with which the next attempt begins in place
         self.reserve = Reserve(self.run_nodes, transport, self.inbox, remote=context.remote)
         self.stop: Stop | None = None  # the newest request to stop the run
         self.request: float | None = None  # the time of the newest `muster stop`
@@ -162,36 +164,26 @@ class Supervisor:
         except MusterError as error:
             refused = Verdict(error.exit_code, str(error))
         on_disk = None if refused is not None else self.context.options.get("resume")
-        chosen = await self._load_from_memory(on_disk["step"] if on_disk else 0) or on_disk
+        chosen = on_disk
+        if self.memory.is_on and self.attempt is not None:
+            after, number = on_disk["step"] if on_disk else 0, self.context.attempt
+            chosen = await self.memory.load(self._wait, after, number, self.slots, self.job.start_timeout_s) or on_disk
         if chosen is None and refused is not None:
             self.log.attempt_ended(self.context.attempt, refused, time.time())
             return refused
         if chosen is not None:
             self.context = replace(self.context, options={**self.context.options, "saving": True, "resume": chosen})
-            named = {name: chosen[name] for name in ("checkpoint", "step", "memory") if name in chosen}
-            self.log.tell("resuming", attempt=self.context.attempt, **named)
+            self._tell_resuming(chosen)
         return None
 
-    async def _load_from_memory(self, after: int) -> dict[str, Any] | None:
-        """Choose a checkpoint newer than step `after` in the memory of the nodes, and have all nodes get it."""
-        if not self.memory.is_on or self.attempt is None:
-            return None
-        number, why = self.context.attempt, self.memory.why_lost(after)
-        for found in self.memory.candidates(after):
-            limit_s = self.memory.fetch(found, number, self.slots)
-            until = time.monotonic() + limit_s + self.job.start_timeout_s
-            await self._pump(
-                lambda: self.memory.is_fetched() or self.stop is not None or time.monotonic() > until  # noqa: B023
-            )
-            chosen = self.memory.fetched(found)
-            if not isinstance(chosen, str):
-                self.memory.begin_from(found.name, number)
-                return chosen
-            why = chosen
-        if why:
-            self.log.tell("not_in_memory", attempt=number, why=why)
-        self.memory.begin_from("", number)
-        return None
+    def _tell_resuming(self, chosen: Chosen) -> None:
+        named = {name: chosen[name] for name in ("checkpoint", "step", "memory") if name in chosen}
+        self.log.tell("resuming", attempt=self.context.attempt, **named)
+
+    async def _wait(self, until: Callable[[], bool]) -> bool:
+        """Handle events until a condition is true, or the run is to be stopped."""
+        await self._pump(lambda: until() or self.stop is not None)
+        return True
 
     def _new_attempt(self) -> None:
         self.run_dir.trim_attempts(self.context.attempt)
@@ -215,7 +207,7 @@ class Supervisor:
         )
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask, stays)
         if before is not None and before.regrouping is not None:
-            self.attempt.groups = before.regrouping.groups(before.groups)
+            self.attempt.spread = before.spread.after(before.regrouping)
             if before.roster.nodes[0] is nodes[0]:
                 self.attempt.startup.meet_again(before.startup)
         if self.stop is not None:  # the stop was requested between two attempts
@@ -225,6 +217,7 @@ class Supervisor:
         """Run the current attempt to its end, record it, and decide what comes next."""
         attempt = self._current
         await self._pump(attempt.is_over)
+        self.reloaded = await reload(attempt, self.memory, self._pump, lambda: self.stop is not None)
         over = time.time()
         for slot in [*self.run_nodes.missing]:  # give up the nodes that have not answered so far
             self.run_nodes.answered(slot)
@@ -241,7 +234,7 @@ class Supervisor:
         if choice is not None:
             on = f"{counted(attempt.regrouping.world_size, 'rank')}, in place" if attempt.regrouping else ""
             following = f"attempt {attempt.number + 1} on {on or counted(len(choice.slots), 'node')}"
-        in_place = choice is not None and attempt.regrouping is not None
+        in_place = choice is not None and attempt.regrouping is not None and self.reloaded is None
         in_memory = self.memory.newest_step() if choice is not None else 0
         story, nodes = attempt.story, attempt.roster.nodes
         row = story.row(nodes, verdict, following, over, in_place=in_place, in_memory=in_memory)
@@ -259,7 +252,9 @@ class Supervisor:
                 self.run_nodes.send(slot, StopRanks(self._current.number, 0.0))
         joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
         kept = {**self._current.story.newest, "joining": joining}
-        self._turn(regrouping.slots, {"in_place": kept, "resume": None}, regrouping)
+        self._turn(regrouping.slots, {"in_place": kept, "resume": self.reloaded}, regrouping)
+        if self.reloaded is not None:
+            self._tell_resuming(self.reloaded)
         return self.stop is None
 
     def _turn(self, slots: tuple[int, ...], options: dict[str, Any], regrouping: Regrouping | None = None) -> None:

@@ -91,12 +91,13 @@ class FirstStep(TypedDict):
 class ReplicaGroups(TypedDict):
     """The groups of ranks with copies of the same state, as (first, count, stride): one of each must live.
 
-    `why`: the reason if there are none.
+    `why`: the reason if there are none. `reloads`: any number of ranks can continue from a checkpoint in memory.
     """
 
     report: Literal["replicas"]
     groups: Annotated[tuple[tuple[Rank, Rank, Rank], ...], Bound(most=1 << 12)]
     why: Text
+    reloads: bool
 
 
 class Waiting(TypedDict):

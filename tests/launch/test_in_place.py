@@ -19,13 +19,15 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 MODEL = TRAIN["model"]
 
 
-def job(*, nodes: int = 1, ranks: int = 4, train: dict[str, Any] | None = None, **restart: Any) -> str:
+def job(
+    *, nodes: int = 1, ranks: int = 4, train: dict[str, Any] | None = None, checkpoint: Any = None, **restart: Any
+) -> str:
     described = {
         "nodes": nodes,
         "ranks_per_node": ranks,
         "grace_s": 1.0,
         "train": {**TRAIN, **(train or {})},
-        "checkpoint": {"every_steps": 20},
+        "checkpoint": checkpoint or {"every_steps": 20},
         "restart": {"max": 5, "backoff": 0.0, "in_place": "auto", **restart},
     }
     return json.dumps(described)
@@ -228,7 +230,7 @@ def test_a_pipeline_leaves_and_another_one_joins(tmp_path: Path, nodes: int, vic
 @pytest.mark.parametrize(
     ("train", "why"),
     [
-        ({"mode": "zero1"}, "no rank has a copy of the state of another"),
+        ({"mode": "zero1"}, "no rank has a copy of the state of another, and checkpoint.memory_every_steps is not set"),
         ({"virtual_ranks": 4}, "3"),  # ranks do not divide the virtual ranks
     ],
 )
@@ -243,6 +245,118 @@ def test_otherwise_all_ranks_restart_from_the_disk(tmp_path: Path, uninterrupted
     assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 4]
     assert len(live.events("loaded")) == 1
     assert hashes(live.run.path) == uninterrupted(train)
+
+
+MEMORY = {"every_steps": 1000, "memory_every_steps": 5}
+
+
+def wait_copied(live: LiveRun, step: int) -> None:
+    wait_until(lambda: any(row["step"] >= step for row in live.events("copied")), f"the copies of step {step}")
+
+
+def agent_of(live: LiveRun, number: int) -> int:
+    return json.loads(live.run.attempt(0).node(number).read_text())["pid"]
+
+
+def nothing_restarted(live: LiveRun, before: dict[int, int]) -> None:
+    """Check that no rank ended but those that a test has killed, and that nothing came from the disk."""
+    assert live.events("not_in_place") == []
+    assert live.events("stopping") == []
+    assert all(row["checkpoint"] in live.err for row in live.events("loaded"))
+    lost = [row["lost_steps"] for row in read_lines(live.run.attempts)]
+    assert max(lost) <= 10, lost
+    last = {pid for row in live.events("started") for _, pid in row["ranks"] if row["attempt"] > 0}
+    assert len(last & set(before.values())) >= 2
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+def test_sharded_ranks_continue_from_the_copies_in_memory(tmp_path: Path, uninterrupted: Any, mode: str) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": mode}, checkpoint=MEMORY, min_nodes=2))
+    before = pids(live, 0)
+    wait_copied(live, 15)
+    kill(live, 0, 2)
+    assert live.end() == 0, live.err
+    rows = [*read_lines(live.run.attempts)]
+    assert [row["world_size"] for row in rows] == [4, 3, 4]
+    assert rows[1]["from"].endswith(" in memory")
+    assert 15 <= rows[1]["from_step"] >= rows[0]["last_step"] - 10
+    assert rows[2]["from_step"] == rows[1]["last_step"]  # the others copied their state when the replacement joined
+    assert "attempt 1 in place: 3 ranks continue" in live.err
+    after = pids(live, 2)
+    assert len(set(after.values()) & set(before.values())) == 3
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": mode})
+    assert live.left() == []
+
+
+def test_a_node_with_shards_is_lost(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=MEMORY, min_nodes=2))
+    before = pids(live, 0)
+    wait_copied(live, 15)
+    os.kill(agent_of(live, 0), signal.SIGKILL)  # it also serves the store
+    assert live.end() == 0, live.err
+    rows = [*read_lines(live.run.attempts)]
+    assert [row["world_size"] for row in rows][:2] == [4, 3]
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
+
+
+def test_a_second_rank_is_lost_while_sharded_ranks_regroup(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero2"}, checkpoint=MEMORY, min_nodes=1))
+    before = pids(live, 0)
+    wait_copied(live, 10)
+    kill(live, 0, 2)
+    live.wait_for("restarting")
+    os.kill(before[1], signal.SIGKILL)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)][-1] == 4
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero2"})
+
+
+def test_a_second_rank_is_lost_when_a_replacement_joins_sharded_ranks(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(train={"mode": "zero1"}, checkpoint=MEMORY))
+    before = pids(live, 0)
+    wait_copied(live, 10)
+    kill(live, 0, 2)
+    live.wait_for("restarting", 2)  # the others have copied their state for the replacement
+    kill(live, 1, 0)
+    assert live.end() == 0, live.err
+    assert live.events("attempt")[-1]["world_size"] == 4
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
+
+
+def test_a_node_is_lost_while_the_others_get_the_shards(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=MEMORY, min_nodes=1))
+    before = pids(live, 0)
+    wait_copied(live, 10)
+    second = agent_of(live, 3)
+    os.kill(second, signal.SIGSTOP)  # it does not answer
+    kill(live, 0, 1)
+    wait_until(lambda: len(live.events("exited")) > 0, "the first failure")
+    os.kill(second, signal.SIGKILL)
+    assert live.end() == 0, live.err
+    rows = [*read_lines(live.run.attempts)]
+    assert [row["world_size"] for row in rows][:2] == [4, 2]  # one attempt in place after both failures
+    nothing_restarted(live, before)
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
+
+
+def test_sharded_ranks_restart_from_the_disk_if_a_shard_is_lost(tmp_path: Path, uninterrupted: Any) -> None:
+    checkpoint = {"every_steps": 20, "memory_every_steps": 7}
+    live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=checkpoint, min_nodes=1))
+    live.wait_for("saved")
+    wait_copied(live, 28)
+    for node in (1, 2):  # node 2 has the copy of node 1
+        os.kill(agent_of(live, node), signal.SIGSTOP)
+    for node in (1, 2):
+        os.kill(agent_of(live, node), signal.SIGKILL)
+    assert live.end() == 0, live.err
+    assert "the shards of rank 1 were lost with" in live.events("not_in_place")[-1]["why"]
+    rows = [*read_lines(live.run.attempts)]
+    assert rows[-1]["from_step"] % 20 == 0
+    assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
 
 
 @pytest.mark.gpu(2)

@@ -166,3 +166,24 @@ def test_three_nodes_continue_in_place_and_the_fourth_joins_them(box: LiveBox, t
     assert [row["lost_steps"] for row in ended[:2]] == [0, 0]
     assert live.events("loaded") == []  # nothing came from the disk
     check_losses(live, tmp_path / "reference", lacking=1)  # the row of the last step before the loss
+
+
+def test_sharded_nodes_continue_in_place_from_the_memory_of_each_other(box: LiveBox, tmp_path: Path) -> None:
+    sharded = {**TRAINING, "train": {**TRAINING["train"], "mode": "zero1"}}
+    sharded |= {"checkpoint": {"every_steps": 1_000_000, "memory_every_steps": 5}}
+    restart = {"max": 20, "min_nodes": 1, "in_place": "auto"}
+    live = LiveRun(tmp_path, json.dumps({**sharded, "restart": restart}), "--hosts", box.spelt, "--on", "ssh")
+    live.wait_for("copied")
+    box.fail("node0", "unplug")  # its connections do not close
+    try:
+        fewer = begun(live, 3)
+    finally:
+        box.heal("node0")
+    begun(live, 4, after=fewer)
+    ended = stop(live)
+    assert [row["world_size"] for row in ended] == [4, 3, 4]
+    assert [row["from"].endswith(" in memory") for row in ended[1:]] == [True, True]
+    assert ended[0]["lost_steps"] <= 10
+    assert ended[1]["lost_steps"] == 0  # the state was copied before the fourth node joined
+    assert live.events("not_in_place") == []
+    check_losses(live, tmp_path / "reference")

@@ -8,10 +8,11 @@ from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.spec.failover import RestartSettings
 from muster.jobs.spec.modes import Parallel
 from muster.launch.records.verdict import RankEnd
-from muster.launch.supervision.in_place import Regrouping, missing, of_whole_copies, regroup, why_not
+from muster.launch.supervision.in_place import Regrouping, Spread, missing, of_whole_copies, regroup, why_not
 
 AUTO = RestartSettings(in_place="auto")
 KILLED = RankEnd(1, 0, "n0", None, "SIGKILL", 1.0, "own")
+SHARDED = Spread((), "no rank has a copy", reloads=True)
 LOST = RankEnd(None, 1, "n1", 69, None, 1.0, "own", "its agent was silent for 5 s")
 
 
@@ -28,7 +29,7 @@ def regrouped(*living: int, joiners: dict[int, int] | None = None) -> Regrouping
 
 def reason(regrouping: Regrouping, ending: RankEnd = KILLED, **more: Any) -> str:
     facts: dict[str, Any] = {
-        "unique": "",
+        "memory": "checkpoint.memory_every_steps is not set",
         "used": 0,
         "tries": 0,
         "nodes": 2,
@@ -36,8 +37,8 @@ def reason(regrouping: Regrouping, ending: RankEnd = KILLED, **more: Any) -> str
         "misfit": lambda world_size: "",
         **more,
     }
-    groups, settings = facts.pop("groups", [range(4)]), facts.pop("settings", AUTO)
-    return why_not(ending, regrouping, groups, settings, **facts)
+    spread, settings = facts.pop("spread", Spread([range(4)])), facts.pop("settings", AUTO)
+    return why_not(ending, regrouping, spread, settings, **facts)
 
 
 def test_living_ranks_keep_their_order_and_their_nodes() -> None:
@@ -122,9 +123,12 @@ def test_the_others_continue_after_a_killed_rank_and_after_a_lost_node() -> None
         ({"settings": RestartSettings()}, "restart.in_place is not set"),
         ({"used": 5}, "restart.max is used up"),
         ({"tries": 2}, "2 attempts in a row began in place and completed no step"),
-        ({"groups": [], "unique": "no rank has a copy"}, "no rank has a copy"),
-        ({"groups": []}, "the ranks have not begun to train"),
-        ({"groups": [range(4), {1}]}, "no living rank has the state of rank 1"),
+        ({"spread": Spread((), "no rank has a copy")}, "no rank has a copy"),
+        ({"spread": SHARDED}, "no rank has a copy, and checkpoint.memory_every_steps is not set"),
+        ({"spread": SHARDED, "memory": ""}, ""),
+        ({"spread": Spread()}, "the ranks have not begun to train"),
+        ({"spread": Spread([range(4), {1}])}, "no living rank has the state of rank 1"),
+        ({"spread": Spread([range(4), {1}], reloads=True), "memory": ""}, ""),
         ({"nodes": 1}, "1 node left, and the job needs 2 (restart.min_nodes)"),
         ({"misfit": lambda world_size: f"not on {world_size}"}, "not on 3"),
         ({"ending": RankEnd(1, 0, "n0", 1, None, 1.0, "own")}, "the failure may be one of the program"),
