@@ -82,7 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(run: RunDir) -> Explanation:
     """Explain a run by the verdict of its newest attempt or, without a verdict, by its event rows."""
-    state, rows = with_stragglers(read_state(run)), read_rows(run)
+    reads: list[Rows] = []  # events.jsonl may be large, so it is read once for both
+
+    def read(folder: RunDir) -> Rows:
+        reads.append(read_rows(folder))
+        return reads[-1]
+
+    state, rows = with_stragglers(read_state(run, read)), reads[-1]
     rows_of_now = (row for row in typed_lines(run.attempts) if state.is_over or row.get("class") not in ON_PURPOSE)
     newest = deque(rows_of_now, maxlen=1)
     verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)

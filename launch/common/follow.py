@@ -58,10 +58,11 @@ class LineFollower:
             return
         with file:
             descriptor = file.fileno()
-            if self._was_cut(descriptor):
+            status = os.fstat(descriptor)
+            if self._was_cut(descriptor, status):
                 yield from self._restart()
             # Stop at the current size, so that a fast writer cannot keep the reader from other files.
-            size = os.fstat(descriptor).st_size
+            size = status.st_size
             while self.offset < size:
                 end = self._skip_hole(descriptor, size)
                 data = os.pread(descriptor, min(CHUNK_BYTES, end - self.offset), self.offset)
@@ -89,13 +90,13 @@ class LineFollower:
         self._seen = seen
         return changed
 
-    def _was_cut(self, descriptor: int) -> bool:
-        status = os.fstat(descriptor)
+    def _was_cut(self, descriptor: int, status: os.stat_result) -> bool:
         inode = (status.st_dev, status.st_ino)
         known, self._inode = self._inode or inode, inode
         if inode != known or status.st_size < self.offset:
             return True
-        length = len(self._fingerprint)
+        if not (length := len(self._fingerprint)):
+            return False
         found = os.pread(descriptor, length, self.offset - length)
         return not self._fingerprint.endswith(found.lstrip(b"\0"))  # capping a log zeroes its old bytes
 

@@ -22,6 +22,7 @@ WARM_UP_STEPS: Final = 5
 LIVING: Final = "living ranks"  # the origin of an attempt in place, instead of a checkpoint's name
 IN_MEMORY: Final = " in memory"  # after the name of a checkpoint that is in the memory of the nodes
 MOST_WARNINGS: Final = 1000
+OF_ENDING: Final = frozenset(each.name for each in fields(RankEnd))
 TOLD: Final = frozenset(
     {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session", "slow"}
 )
@@ -128,8 +129,7 @@ def read_ending(row: Mapping[str, Any] | None) -> RankEnd | None:
     """Read the failure in a typed row. Rows of direct runs may lack fields; rows of later versions may have more."""
     if not row:
         return None
-    names = {each.name for each in fields(RankEnd)}
-    given = {key: value for key, value in row.items() if key in names}
+    given = {key: value for key, value in row.items() if key in OF_ENDING}
     defaults = {"rank": None, "node": 0, "host": "?", "code": None, "signal": None, "ended": row.get("time", 0.0)}
     return RankEnd(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
 

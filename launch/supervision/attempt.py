@@ -11,7 +11,7 @@ the nodes.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from signal import SIGTERM
 from typing import Final
 
@@ -153,11 +153,17 @@ class Attempt:
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
                 self._on_started(node_rank, message)
             case wire.Report():
-                self.roster.check_own(node_rank, message.rank)
-                self._on_report(message.rank, message.report)
+                self.roster.check_own(node_rank, *message.ranks)
+                for rank in message.ranks:
+                    self._on_report(rank, message.report)
             case wire.Exited():
                 self.roster.check_own(node_rank, message.rank)
                 self._on_exited(node_rank, message)
+            case wire.Exits():
+                self.roster.check_own(node_rank, *(each.rank for each in message.ranks))
+                with self.log.together():
+                    for each in message.ranks:
+                        self._on_exited(node_rank, each)
             case wire.Log():
                 self.roster.check_own(node_rank, message.rank)
                 self.console.lines(message.stream, message.lines, message.rank)
@@ -261,7 +267,7 @@ class Attempt:
             self.startup.warn(f"{ending.sentence()}; the other ranks continue without it")
             ending = replace(ending, cause="tolerated")
         self.endings.append(ending)
-        self.log.event("exited", attempt=self.number, **asdict(ending))
+        self.log.event("exited", attempt=self.number, **vars(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
             if self._continues(ending):

@@ -72,7 +72,7 @@ class Played:
         self.attempt.startup.begun = True
 
     def report(self, what: str, rank: int = 0, **fields: Any) -> None:
-        self.attempt.take(rank, Report(0, rank, {"report": what, **fields}))  # type: ignore[arg-type, misc]
+        self.attempt.take(rank, Report(0, (rank,), {"report": what, **fields}))  # type: ignore[arg-type, misc]
 
     def working(self) -> "Played":
         for rank in range(2):
