@@ -117,7 +117,7 @@ def _records(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _raw_records(value: Any) -> list[Any] | None:
-    """Return records that their own reader checks (`launch/records/stragglers.py`)."""
+    """Return records that their own reader checks (`launch/records/runrows.py`)."""
     return value[:MOST_LINES] if isinstance(value, list) else None
 
 

@@ -8,14 +8,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
-from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE
+from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE, variables_of_one
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
@@ -186,15 +186,14 @@ def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: i
         pinned = pin(machine.cores, node.ranks)
         divided = len(machines) > 1 and machine.gpus != machines[node.node_rank].gpus
         threads = _threads(context.job, machine, node)
+        of_first = cache(partial(_rank_environment, context, machine, node.first_rank, master_port, divided, session))
         ranks = tuple(
             RankPlan(
                 rank=node.first_rank + local_rank,
                 cores=pinned[local_rank],
                 gpus=machine.gpus,
                 threads=threads,
-                draw_up=partial(
-                    _rank_environment, context, machine, node.first_rank + local_rank, master_port, divided, session
-                ),
+                draw_up=partial(_like_first, of_first, node.first_rank + local_rank, local_rank),
             )
             for local_rank in range(node.ranks)
         )
@@ -295,6 +294,12 @@ def _threads(job: Job, machine: NodeMachine, node: NodePlacement) -> int:
     if job.threads_per_rank == "auto":
         return max(1, len(machine.cores) // node.ranks)
     return job.threads_per_rank
+
+
+def _like_first(of_first: Callable[[], tuple[EnvValue, ...]], rank: int, local_rank: int) -> tuple[EnvValue, ...]:
+    """Return a rank's variables, from those of the first rank on its node."""
+    own = variables_of_one(rank, local_rank)
+    return tuple([EnvValue(name, own.get(name, value), origin) for name, value, origin in of_first()])
 
 
 def _rank_environment(
