@@ -28,9 +28,10 @@ from muster.launch.supervision.stacks import Blamed
 from muster.launch.supervision.story import last_advice
 from muster.launch.wire.codec import ProtocolError, decode, encode
 from muster.launch.wire.messages import (
+    FROM_AGENT,
+    TO_AGENT,
     Dump,
     Exits,
-    FROM_AGENT,
     Held,
     Hold,
     Report,
@@ -38,7 +39,6 @@ from muster.launch.wire.messages import (
     StopAt,
     StopRanks,
     Swept,
-    TO_AGENT,
     Terminated,
     ToAgent,
 )
