@@ -50,7 +50,7 @@ class LineFollower:
 
         A newline byte is never part of another UTF-8 character, so each line can be decoded by itself.
         """
-        if not self._has_changed():
+        if self._seen is not None and not self._has_changed():
             return
         try:
             file = open_file(self.path)
@@ -59,6 +59,7 @@ class LineFollower:
         with file:
             descriptor = file.fileno()
             status = os.fstat(descriptor)
+            self._seen = _sign_of(status)
             if self._was_cut(descriptor, status):
                 yield from self._restart()
             # Stop at the current size, so that a fast writer cannot keep the reader from other files.
@@ -84,11 +85,8 @@ class LineFollower:
             status = self.path.stat()
         except FileNotFoundError:
             return False
-        seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        # If these three values are the same, the file has not changed, but a part may still be unread.
-        changed = seen != self._seen or status.st_size != self.offset
-        self._seen = seen
-        return changed
+        # If the sign is the same, the file has not changed, but a part may still be unread.
+        return _sign_of(status) != self._seen or status.st_size != self.offset
 
     def _was_cut(self, descriptor: int, status: os.stat_result) -> bool:
         inode = (status.st_dev, status.st_ino)
@@ -141,6 +139,10 @@ class LineFollower:
             piece = bytes(self._held[:cut])
             del self._held[:cut]
             yield piece
+
+
+def _sign_of(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def decoded(line: bytes) -> str:
