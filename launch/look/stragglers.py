@@ -27,7 +27,10 @@ def why_unjudged(state: RunState) -> str:
     """Return why nobody is named although ranks do steps together: their waits are not measured; "" if they are."""
     if (state.world_size or 0) < 2 or state.stragglers:
         return ""
-    _, row = first_and_last_step(RunDir(Path(state.path)), state.attempt or 0)
+    try:
+        _, row = first_and_last_step(RunDir(Path(state.path)), state.attempt or 0)
+    except (MusterError, OSError):  # the file cannot be read
+        return ""
     if "step_s" not in row or ("communication_s" in row and row.get("forward_s")):
         return ""
     return f"unknown: {UNMEASURED}, so slow ranks cannot be told from those that wait for them"
