@@ -108,7 +108,6 @@ class EventsOfAttempts:
     def take(self, row: dict[str, Any]) -> None:
         """Process the next row."""
         now, attempt, event = row.get("time", 0.0), row.get("attempt"), row.get("event")
-        is_new = attempt is not None and attempt not in self.told
         if event == "submitted":
             self._submitted = now
         elif event == "resuming" and attempt is not None:
@@ -118,8 +117,9 @@ class EventsOfAttempts:
                 self.spans.append([self._submitted or now, now])
             self._submitted = 0.0
             self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
-        elif event == "attempt_ended" and is_new and self.spans and not self._submitted:
-            # no `attempt` row, because some node never connected
+        elif (event == "attempt_ended" and attempt is not None and attempt not in self.told) and (
+            self.spans and not self._submitted
+        ):  # no `attempt` row, because some node never connected
             self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
         if self._submitted or attempt not in self.told or (event == "ended" and not self.told[attempt].judged):
             return  # skip the rows of a queued run, and the last row of a lost run, which another process wrote

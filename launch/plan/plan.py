@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -186,14 +186,15 @@ def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: i
         pinned = pin(machine.cores, node.ranks)
         divided = len(machines) > 1 and machine.gpus != machines[node.node_rank].gpus
         threads = _threads(context.job, machine, node)
-        of_first = cache(partial(_rank_environment, context, machine, node.first_rank, master_port, divided, session))
         ranks = tuple(
             RankPlan(
                 rank=node.first_rank + local_rank,
                 cores=pinned[local_rank],
                 gpus=machine.gpus,
                 threads=threads,
-                draw_up=partial(_like_first, of_first, node.first_rank + local_rank, local_rank),
+                draw_up=partial(
+                    _rank_environment, context, machine, node.first_rank + local_rank, master_port, divided, session
+                ),
             )
             for local_rank in range(node.ranks)
         )
@@ -214,6 +215,7 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
     )
     for plan in plans:
         attempt = plan.run.attempt(context.attempt)
+        outputs = [attempt.outputs(rank.rank) for rank in plan.ranks]
         yield Start(
             attempt=context.attempt,
             node=plan.placement.node_rank,  # an agent keeps its slot, but its node rank may change in the next attempt
@@ -232,19 +234,26 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
             ranks=tuple(
                 {
                     "rank": rank.rank,
-                    "env": {each.name: each.value for each in rank.environment},
+                    "env": env,
                     "workdir": context.workdir,
-                    "out": str(attempt.out(rank.rank)),
-                    "err": str(attempt.err(rank.rank)),
+                    "out": out,
+                    "err": err,
                     "cores": list(rank.cores),
                     "gpus": list(rank.gpus),
                     "threads": rank.threads,
                     **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
                     **what,
                 }
-                for rank in plan.ranks
+                for rank, env, (out, err) in zip(plan.ranks, _variables(plan), outputs, strict=True)
             ),
         )
+
+
+def _variables(plan: NodePlan) -> Iterator[dict[str, str]]:
+    """Yield the variables of each rank of a node: those of its first rank, with the few that differ."""
+    first = {each.name: each.value for rank in plan.ranks[:1] for each in rank.environment}
+    for local_rank, rank in enumerate(plan.ranks):
+        yield {**first, **variables_of_one(rank.rank, local_rank)}
 
 
 def stays(job: Job) -> bool:
@@ -294,12 +303,6 @@ def _threads(job: Job, machine: NodeMachine, node: NodePlacement) -> int:
     if job.threads_per_rank == "auto":
         return max(1, len(machine.cores) // node.ranks)
     return job.threads_per_rank
-
-
-def _like_first(of_first: Callable[[], tuple[EnvValue, ...]], rank: int, local_rank: int) -> tuple[EnvValue, ...]:
-    """Return a rank's variables, from those of the first rank on its node."""
-    own = variables_of_one(rank, local_rank)
-    return tuple([EnvValue(name, own.get(name, value), origin) for name, value, origin in of_first()])
 
 
 def _rank_environment(

@@ -173,9 +173,8 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
         return _union(arguments, bound)
     if typing.is_typeddict(hint):
         return _record(hint)
-    if is_dataclass(hint):
-        record = _record(hint)
-        return lambda value: hint(**record(value))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _message(hint)
     bound = bound or DEFAULTS.get(origin or hint)
     if origin is tuple:
         return _tuple(arguments, bound or Bound())
@@ -184,6 +183,11 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
     if hint in SCALARS:
         return SCALARS[hint](bound or Bound())
     raise TypeError(f"{hint}: not a type of the protocol")
+
+
+def _message(kind: Any) -> Read:
+    record = _record(kind)
+    return lambda value: kind(**record(value))
 
 
 def _literal(allowed: tuple[Any, ...]) -> Read:
