@@ -21,21 +21,21 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 SIGNALS: Final = tuple(signal_name(number) for number in range(1, 65))
 
 
-class _Row(msgspec.Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
+class _EventRow(msgspec.Struct, tag_field="event", forbid_unknown_fields=True, gc=False):
     may_be_null: ClassVar[tuple[str, ...]] = ()
 
     time: Moment
     attempt: Attempt
 
 
-class _Started(_Row, tag="started"):
+class _Started(_EventRow, tag="started"):
     node: Rank
     host: Text
     ranks: Annotated[list[tuple[Rank, Pid]], msgspec.Meta(max_length=MOST_RANKS)]
     ticks: Annotated[list[tuple[Rank, Whole]], msgspec.Meta(max_length=MOST_RANKS)]
 
 
-class _Exited(_Row, tag="exited"):
+class _Exited(_EventRow, tag="exited"):
     may_be_null = ("rank", "code", "signal", "step")
 
     rank: Rank | None

@@ -115,10 +115,8 @@ class Attempt:
         """Return whether the attempt is over: its ranks have ended and been swept, or could not be stopped in time."""
         if self.unless_noticed:
             return False
-        if self.regrouping is not None and not self.is_stopping:
-            return True
         if self.stop_deadline is None:
-            return not self.roster.running
+            return self.regrouping is not None or not self.roster.running
         return self.overdue or not self.roster.waits_for_sweep()
 
     def unswept(self) -> list[int]:
@@ -160,10 +158,9 @@ class Attempt:
                 self.roster.check_own(node_rank, message.rank)
                 self._on_exited(node_rank, message)
             case wire.Exits():
-                self.roster.check_own(node_rank, *(each.rank for each in message.ranks))
                 with self.log.together():
                     for each in message.ranks:
-                        self._on_exited(node_rank, each)
+                        self.take(node_rank, each)
             case wire.Log():
                 self.roster.check_own(node_rank, message.rank)
                 self.console.lines(message.stream, message.lines, message.rank)
@@ -216,10 +213,8 @@ class Attempt:
         if not self.ours:
             self.story.session_opened()
         if report["report"] == "replicas" and self.ours:
-            groups = report["groups"]
-            self.groups = [
-                range(first, first + count * max(stride, 1), max(stride, 1)) for first, count, stride in groups
-            ]
+            groups = ((first, count, max(stride, 1)) for first, count, stride in report["groups"])
+            self.groups = [range(first, first + count * stride, stride) for first, count, stride in groups]
             self.unique = report["why"]
             return
         if report["report"] == "waiting" and report["of"] == self.number:
