@@ -6,7 +6,8 @@
 The stub is one process with a connection for each node, which speaks the agents' protocol. Its ranks join, work for
 WORK_S while heartbeats are answered, and then rank 0 fails. The other ranks end when their node is told to stop. The
 stub writes its times to the file STORY: when the last node was started, the supervisor's share of a core while the
-ranks worked, when rank 0 failed, and when the last node was told.
+ranks worked, when rank 0 failed, and when the last node was told. Because one process does the work of all nodes, it
+prepares what they say about their ranks, and all but one node in READ_EVERY recognise two orders by their first bytes.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from muster.launch.wire.messages import (
     Beat,
     Bye,
     Exited,
+    Exits,
     FromAgent,
     Heartbeat,
     Hello,
@@ -48,7 +50,10 @@ from muster.launch.wire.records import Progress
 
 STORE, OWN = "10.99.0.1", "10.99.0.2"  # addresses that the nodes are said to have
 WORK_S = 10.0
-START, READ_EVERY = b'{"message": "Start"', 100  # one node in a hundred reads its order, and checks it
+START, STOP = b'{"message": "Start"', b'{"message": "StopRanks"'
+READ_EVERY = 100  # one node in a hundred reads these orders, and checks them
+ENDED = 7777777777.25  # replaced by the time when the ranks of a node were stopped
+ENDED_TEXT = str(ENDED).encode()
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -72,9 +77,14 @@ def hello(node: int) -> Hello:
 def beginning(ranks: range, now: float) -> bytes:
     """Return what a node says whose ranks arrive and join."""
     said: list[FromAgent] = [Started(0, tuple((number, 2 + number, 1) for number in ranks), now)]
-    said += [Report(0, number, {"report": "arrived"}) for number in ranks]
-    said += [Report(0, number, {"report": "joined"}) for number in ranks]
+    said += [Report(0, tuple(ranks), {"report": "arrived"}), Report(0, tuple(ranks), {"report": "joined"})]
     return b"".join(map(encode, said))
+
+
+def ending(ranks: range) -> bytes:
+    """Return what a node says whose ranks are stopped, with ENDED for the time."""
+    exits = tuple(ended(0, rank, ENDED, None, "SIGTERM") for rank in ranks)
+    return b"".join(map(encode, (Exits(0, exits), Swept(0, len(exits), ()))))
 
 
 def ended(attempt: int, rank: int, now: float, code: int | None, sent: str | None) -> Exited:
@@ -133,7 +143,7 @@ class Stub:
         """Speak the agent's side of the protocol for a node."""
         reader, writer = await self.dial(node, dialled)
         running, own = range(0), range(node * self.ranks, (node + 1) * self.ranks)
-        begun = beginning(own, time.time())  # ahead of the order, because one process does the work of all nodes
+        begun, stopped = beginning(own, time.time()), ending(own[not node :])
 
         def tell(*messages: FromAgent) -> None:
             writer.write(b"".join(map(encode, messages)))
@@ -144,6 +154,11 @@ class Stub:
                 writer.write(begun)
                 running = own
                 self.count_start()
+                continue
+            if line.startswith(STOP) and node % READ_EVERY:
+                self.count_stop()
+                writer.write(stopped.replace(ENDED_TEXT, str(time.time()).encode()))
+                running = range(0)
                 continue
             message, now = decode(line, TO_AGENT), time.time()
             match message:
@@ -163,10 +178,9 @@ class Stub:
                     self.count_start()
                     if node == 0:
                         self.failing = asyncio.create_task(self.fail(tell))
-                case StopRanks() if running:
+                case StopRanks():
                     self.count_stop()
-                    left = [rank for rank in running if rank or not self.times.get("failed")]
-                    tell(*(ended(0, rank, now, None, "SIGTERM") for rank in left), Swept(0, len(left), ()))
+                    writer.write(stopped.replace(ENDED_TEXT, str(now).encode()))
                     running = range(0)
 
     def count_start(self) -> None:

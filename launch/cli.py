@@ -8,8 +8,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 TYPE_CHECKING = False  # importing typing would cost every start 3 ms
 if TYPE_CHECKING:
@@ -187,16 +187,19 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _looking() -> AbstractContextManager[None]:
+@contextmanager
+def _looking() -> Iterator[None]:
     """Allow a command that only reads runs to open colleagues' runs, if colleagues and this user share runs."""
     from muster.jobs.basics.ownership import looking
+    from muster.launch.common.limits import collecting_rarely
 
     def shares() -> bool:
         from muster.jobs.spec.site import load_site
 
         return load_site(None).share is not None
 
-    return looking(shares)
+    with looking(shares), collecting_rarely():
+        yield
 
 
 def _help() -> str:

@@ -139,10 +139,17 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log one at a time, so that memory use does not depend on its size. A missing log yields
+    """Yield the records of a log. A line that is not a JSON object is skipped. Otherwise as for `lines_of`."""
+    for line in lines_of(path):
+        with suppress(ValueError):  # skip damaged lines, which a full disk can cause
+            yield parse_json(line)  # valid JSON that begins with { is an object
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a log one at a time, so that memory use does not depend on its size. A missing log yields
     nothing.
 
-    An unfinished last line, a line longer than `LONGEST_LINE_BYTES`, and a line that is not a JSON object are skipped.
+    An unfinished last line, a line longer than `LONGEST_LINE_BYTES`, and a line that does not begin with { are skipped.
 
     Raises:
         RunFolderError: if the log cannot be read, or belongs to another user.
@@ -154,8 +161,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     while line and not line.endswith(b"\n"):  # skip the rest of an overlong line
                         line = file.readline(LONGEST_LINE_BYTES)
                 elif line.lstrip().startswith(b"{"):  # a quick test that avoids slow exceptions
-                    with suppress(ValueError):  # skip damaged lines, which a full disk can cause
-                        yield parse_json(line)  # valid JSON that begins with { is an object
+                    yield line
     except FileNotFoundError:
         return
     except OSError as error:

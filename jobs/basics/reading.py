@@ -214,7 +214,9 @@ def _number(kind: type[int] | type[float], largest: float, digits: str) -> int |
 def _has_long_number(text: str) -> bool:
     """Return True if a number may exceed MOST_DIGITS digits: one of the blocks of half that length has only digits."""
     block = MOST_DIGITS // 2
-    return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
+    return len(text) > MOST_DIGITS and any(
+        text[begin : begin + block].isdigit() for begin in range(0, len(text), block)
+    )
 
 
 def _is_deeper(text: str, deepest: int) -> bool:

@@ -80,6 +80,11 @@ class RankEnv:
         return {**{name: value for name, value in given.items() if value or name not in (RUN_ID, RUN_DIR)}, **others}
 
 
+def variables_of_one(rank: int, local_rank: int) -> dict[str, str]:
+    """Return the variables that differ between the ranks of a node."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+
+
 OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {
     STATUS_FD,
     STOP_FILE,

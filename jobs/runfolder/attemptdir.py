@@ -11,6 +11,8 @@ from muster.jobs.basics.places import At, Each
 from muster.jobs.runfolder.profiledir import PROFILE, ProfileDir
 
 OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+(\.stop)?\.\w+")
+OUT: Final = "rank-{:05d}.out"
+ERR: Final = "rank-{:05d}.err"
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,17 @@ class AttemptDir:
     # the user's files that the ranks imported: {"workdir", "files": {path: sha256}}
     code = At("user-code.json")
     setup = Each("node-{:02d}.setup")  # output of the job's setup lines on one node
-    out = Each("rank-{:05d}.out")  # standard output of a rank
-    err = Each("rank-{:05d}.err")  # standard error of a rank
+    out = Each(OUT)  # standard output of a rank
+    err = Each(ERR)  # standard error of a rank
     metrics = Each("metrics-{:05d}.jsonl")  # a rank's own steps: local loss and times
     memory = Each("memory-{:05d}.jsonl")  # the memory of a rank around its first steps, by purpose
     timeline = At("timeline.jsonl")  # the actions of every rank in some steps (`jobs/train/timeline.py`)
     # measurements, one record per line (`collectives_bench/records.py`, `jobs/timing/records.py`)
     bench = At("bench.jsonl")
+
+    def outputs(self, rank: int) -> tuple[str, str]:
+        """Return the paths of a rank's output and error as text, without a Path for each of 100,000 ranks."""
+        return f"{self.path}/{OUT.format(rank)}", f"{self.path}/{ERR.format(rank)}"
 
     def make(self) -> None:
         """Create the folder, which makes this attempt the newest, and in it a commands folder that only the user can

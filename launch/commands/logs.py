@@ -85,10 +85,11 @@ class Logs:
             chosen = self.choice.attempts
             if attempt < self.choice.first_attempt or (chosen is not None and attempt not in chosen):
                 continue
-            for rank, stream, path in log_files(self.run.attempt(attempt).path):
+            folder = self.run.attempt(attempt).path
+            for rank, stream, name in log_files(folder):
                 key = (attempt, rank, stream)
                 if key not in self.files and stream in self.choice.streams and self._has_rank(rank):
-                    self.files[key] = self._open(path)
+                    self.files[key] = self._open(folder / name)
             known = self.nodes.setdefault(attempt, {})
             if any(number == attempt and rank not in known for number, rank, _ in self.files):
                 known.update(node_of_rank(self.run, attempt))
@@ -127,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the chosen lines; with -f, until the run ends."""
     folder = options.the_run(args)
     state = read_state(folder)
-    logs = Logs(folder, choose(args, folder, state))
+    nodes = {each.rank: each.node for each in state.ranks if each.node is not None}
+    logs = Logs(folder, choose(args, folder, state), nodes={state.attempt or 0: nodes})
     printer = Printer(raw=args.raw, as_json=args.json, pattern=logs.choice.pattern)
     seen_at, written = time.monotonic(), _size(folder.events)
     printer.show(logs.read(over=state.is_over))

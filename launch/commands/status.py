@@ -9,7 +9,7 @@ from typing import Final
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, screen
-from muster.launch.look.stragglers import with_stragglers
+from muster.launch.look.stragglers import why_unjudged, with_stragglers
 from muster.launch.records import lease
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 from muster.launch.sweeps.sweep import SweepRecord, named_sweep
@@ -53,6 +53,7 @@ def render(state: RunState) -> str:
         ("outcome", state.outcome),
         ("message", state.message),
         *(("slow", f"{each.name}: {each.evidence}") for each in state.stragglers),
+        ("slow", why_unjudged(state)),
         *(("warning", text) for text in state.warnings),
         ("note", _note(state)),
     ]

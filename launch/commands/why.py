@@ -12,11 +12,11 @@ from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, processes, rankset, screen
 from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
-from muster.launch.look.history import ON_PURPOSE, AttemptHistory, read_history
+from muster.launch.look.history import ON_PURPOSE, AttemptHistory, EventsOfAttempts, read_history
 from muster.launch.look.history_view import attempt_lines
 from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.advice import for_run, next_step
-from muster.launch.records.runrows import Rows, read_ending, read_rows, read_victims
+from muster.launch.records.runrows import Rows, read_ending, read_victims
 from muster.launch.records.runstate import OVER, RunState, is_here, read_state
 from muster.launch.records.stragglers import Straggler
 from muster.launch.records.verdict import RankEnd, judge, lost_too
@@ -82,7 +82,18 @@ def run(args: argparse.Namespace) -> int:
 
 def explain(run: RunDir) -> Explanation:
     """Explain a run by the verdict of its newest attempt or, without a verdict, by its event rows."""
-    state, rows = with_stragglers(read_state(run)), read_rows(run)
+    reads: list[tuple[Rows, EventsOfAttempts]] = []  # events.jsonl may be large, so it is read once for both
+
+    def read(folder: RunDir) -> Rows:
+        rows, events = Rows(), EventsOfAttempts()
+        for row in typed_lines(folder.events):
+            rows.take(row)
+            events.take(row)
+        reads.append((rows, events))
+        return rows
+
+    state = with_stragglers(read_state(run, read))
+    rows, events = reads[-1]
     rows_of_now = (row for row in typed_lines(run.attempts) if state.is_over or row.get("class") not in ON_PURPOSE)
     newest = deque(rows_of_now, maxlen=1)
     verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)
@@ -102,7 +113,7 @@ def explain(run: RunDir) -> Explanation:
         victims=read_victims(verdict),
         known=_known(run, state, rows) if state.state == "lost" else (),
         stragglers=state.stragglers,
-        history=read_history(run, state),
+        history=read_history(run, state, events),
         next_step=_next_step(state, verdict),
         going_on=_resuming(state),
     )

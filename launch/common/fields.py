@@ -8,10 +8,11 @@ A value with the wrong type or out of bounds is dropped, as if it were missing. 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.files import lines_of
 from muster.jobs.basics.reading import LATEST_S, parse_json
 from muster.jobs.machine.linux import signal_number
 
@@ -116,7 +117,7 @@ def _records(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _raw_records(value: Any) -> list[Any] | None:
-    """Return records that their own reader checks (`launch/records/stragglers.py`)."""
+    """Return records that their own reader checks (`launch/records/runrows.py`)."""
     return value[:MOST_LINES] if isinstance(value, list) else None
 
 
@@ -195,4 +196,11 @@ def typed_line(line: bytes) -> dict[str, Any]:
 
 def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the typed records of a log. Errors as for `jobs.basics.files.read_lines`."""
-    return map(typed, read_lines(path))
+    from muster.launch.common.event_rows import decoded
+
+    for line in lines_of(path):
+        if (row := decoded(line)) is None:
+            with suppress(ValueError):  # skip damaged lines, which a full disk can cause
+                row = typed(parse_json(line))
+        if row is not None:
+            yield row

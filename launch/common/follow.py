@@ -50,7 +50,7 @@ class LineFollower:
 
         A newline byte is never part of another UTF-8 character, so each line can be decoded by itself.
         """
-        if not self._has_changed():
+        if self._seen is not None and not self._has_changed():
             return
         try:
             file = open_file(self.path)
@@ -58,10 +58,12 @@ class LineFollower:
             return
         with file:
             descriptor = file.fileno()
-            if self._was_cut(descriptor):
+            status = os.fstat(descriptor)
+            self._seen = _sign_of(status)
+            if self._was_cut(descriptor, status):
                 yield from self._restart()
             # Stop at the current size, so that a fast writer cannot keep the reader from other files.
-            size = os.fstat(descriptor).st_size
+            size = status.st_size
             while self.offset < size:
                 end = self._skip_hole(descriptor, size)
                 data = os.pread(descriptor, min(CHUNK_BYTES, end - self.offset), self.offset)
@@ -83,19 +85,16 @@ class LineFollower:
             status = self.path.stat()
         except FileNotFoundError:
             return False
-        seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        # If these three values are the same, the file has not changed, but a part may still be unread.
-        changed = seen != self._seen or status.st_size != self.offset
-        self._seen = seen
-        return changed
+        # If the sign is the same, the file has not changed, but a part may still be unread.
+        return _sign_of(status) != self._seen or status.st_size != self.offset
 
-    def _was_cut(self, descriptor: int) -> bool:
-        status = os.fstat(descriptor)
+    def _was_cut(self, descriptor: int, status: os.stat_result) -> bool:
         inode = (status.st_dev, status.st_ino)
         known, self._inode = self._inode or inode, inode
         if inode != known or status.st_size < self.offset:
             return True
-        length = len(self._fingerprint)
+        if not (length := len(self._fingerprint)):
+            return False
         found = os.pread(descriptor, length, self.offset - length)
         return not self._fingerprint.endswith(found.lstrip(b"\0"))  # capping a log zeroes its old bytes
 
@@ -140,6 +139,10 @@ class LineFollower:
             piece = bytes(self._held[:cut])
             del self._held[:cut]
             yield piece
+
+
+def _sign_of(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def decoded(line: bytes) -> str:

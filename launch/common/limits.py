@@ -1,10 +1,13 @@
-"""The limit on open files: raised for a supervisor of many nodes, and restored for its child processes."""
+"""Limits of a process that serves or reads a large run: its open files, and its garbage collections."""
 
+import gc
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 ENOUGH: Final = 65_536
+GC_AFTER: Final = 50_000  # new objects
 AT_START: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -20,3 +23,14 @@ def restore_open_files(pid: int) -> None:
     """Reset a child's limit to the value that this process started with: select(2) needs a low limit."""
     with suppress(PermissionError, ProcessLookupError):  # the child is a setuid pdsh, or has already ended
         resource.prlimit(pid, resource.RLIMIT_NOFILE, AT_START)
+
+
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Collect garbage rarely within the block: the records of a large run live long, so scanning them is in vain."""
+    before = gc.get_threshold()
+    gc.set_threshold(GC_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -9,14 +9,14 @@ COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # terminal co
 LOG_FILE: Final = re.compile(r"rank-(\d+)\.(out|err)")
 
 
-def log_files(folder: Path) -> list[tuple[int, str, Path]]:
-    """List the log files of one attempt as (rank, stream, path)."""
+def log_files(folder: Path) -> list[tuple[int, str, str]]:
+    """List the log files of one attempt as (rank, stream, name)."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 (faster for thousands of names, ten times a second)
     except FileNotFoundError:
         return []
     matches = filter(None, map(LOG_FILE.fullmatch, names))
-    return [(int(match[1]), match[2], folder / match[0]) for match in matches]
+    return [(int(match[1]), match[2], match[0]) for match in matches]
 
 
 def prefix(rank: int, node: int | None = None, *, coloured: bool) -> str:

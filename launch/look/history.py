@@ -11,7 +11,7 @@ supervisor ran. Neither includes waiting in a queue or for a user to resume the 
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -96,9 +96,49 @@ class _Told:
     judged: bool = False
 
 
-def read_history(run: RunDir, state: RunState) -> AttemptHistory:
-    """Read the attempts of a run; `state` is its current state."""
-    told, spans = _sort(typed_lines(run.events))
+class EventsOfAttempts:
+    """The rows of events.jsonl by attempt, and the [start, end] times of each supervisor that began an attempt."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, _Told] = {}
+        self.spans: list[list[float]] = []
+        self._submitted = 0.0
+        self._ahead: dict[int, dict[str, Any]] = {}
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Process the next row."""
+        now, attempt, event = row.get("time", 0.0), row.get("attempt"), row.get("event")
+        if event == "submitted":
+            self._submitted = now
+        elif event == "resuming" and attempt is not None:
+            self._ahead[attempt] = row
+        elif event == "attempt" and attempt is not None:
+            if (self._submitted or not self.spans) and len(self.spans) < MOST_ATTEMPTS:
+                self.spans.append([self._submitted or now, now])
+            self._submitted = 0.0
+            self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
+        elif (event == "attempt_ended" and attempt is not None and attempt not in self.told) and (
+            self.spans and not self._submitted
+        ):  # no `attempt` row, because some node never connected
+            self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
+        if self._submitted or attempt not in self.told or (event == "ended" and not self.told[attempt].judged):
+            return  # skip the rows of a queued run, and the last row of a lost run, which another process wrote
+        self.spans[self.told[attempt].span][1] = self.told[attempt].last_time = now
+        self.told[attempt].judged |= event == "attempt_ended"
+        if event == "saved":
+            self.told[attempt].saved = row
+            self.told[attempt].stalls_s += real(row.get("stall_s")) or 0.0
+        elif event in ("replayed", "regrouped"):
+            setattr(self.told[attempt], event, row)
+
+
+def read_history(run: RunDir, state: RunState, events: EventsOfAttempts | None = None) -> AttemptHistory:
+    """Read the attempts of a run; `state` is its current state. `events`: the rows of events.jsonl, if already read."""
+    if events is None:
+        events = EventsOfAttempts()
+        for row in typed_lines(run.events):
+            events.take(row)
+    told, spans = events.told, events.spans
     rows = {row["attempt"]: row for row in typed_lines(run.attempts) if "attempt" in row}
     newest = max({*told, *rows}, default=None)
     records = []
@@ -141,38 +181,6 @@ def _shares(
     spent |= {part.removesuffix("_s"): lost[part] for part in PARTS if part != "replay_s"}
     shares = {kind: seconds / supervised_s for kind, seconds in spent.items()}
     return {**shares, "other": max(1.0 - sum(shares.values()), 0.0)}
-
-
-def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
-    """Group events by attempt. Also return the [start, end] times of each supervisor that began an attempt."""
-    told: dict[int, _Told] = {}
-    spans: list[list[float]] = []
-    submitted = 0.0
-    ahead: dict[int, dict[str, Any]] = {}
-    for row in events:
-        now, attempt, event = row.get("time", 0.0), row.get("attempt"), row.get("event")
-        if event == "submitted":
-            submitted = now
-        elif event == "resuming" and attempt is not None:
-            ahead[attempt] = row
-        elif event == "attempt" and attempt is not None:
-            if (submitted or not spans) and len(spans) < MOST_ATTEMPTS:
-                spans.append([submitted or now, now])
-            submitted = 0.0
-            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
-        elif event == "attempt_ended" and attempt is not None and attempt not in told and spans and not submitted:
-            # no `attempt` row, because some node never connected
-            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
-        if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
-            continue  # skip the rows of a queued run, and the last row of a lost run, which another process wrote
-        spans[told[attempt].span][1] = told[attempt].last_time = now
-        told[attempt].judged |= event == "attempt_ended"
-        if event == "saved":
-            told[attempt].saved = row
-            told[attempt].stalls_s += real(row.get("stall_s")) or 0.0
-        elif event in ("replayed", "regrouped"):
-            setattr(told[attempt], event, row)
-    return told, spans
 
 
 def _last_sign(run: RunDir, attempt: int, told: _Told) -> float:

@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.records.runrows import first_and_last_step
 from muster.launch.records.runstate import DIRECT, RunState
-from muster.launch.records.stragglers import Place, Straggler, named, teams_of
+from muster.launch.records.stragglers import Place, Straggler, stragglers_of, teams_of
+
+UNMEASURED: Final = (
+    "waits are not measured in recorded steps (CUDA graphs), in pipelines on GPUs and in programs with a session"
+)
 
 
 def with_stragglers(state: RunState) -> RunState:
@@ -15,6 +21,19 @@ def with_stragglers(state: RunState) -> RunState:
     if state.transport != DIRECT or state.kind != "train" or (state.world_size or 0) < 2:
         return state
     return replace(state, stragglers=_from_files(RunDir(Path(state.path)), state))
+
+
+def why_unjudged(state: RunState) -> str:
+    """Return why nobody is named although ranks do steps together: their waits are not measured; "" if they are."""
+    if (state.world_size or 0) < 2 or state.stragglers:
+        return ""
+    try:
+        _, row = first_and_last_step(RunDir(Path(state.path)), state.attempt or 0)
+    except (MusterError, OSError):  # the file cannot be read
+        return ""
+    if "step_s" not in row or ("communication_s" in row and row.get("forward_s")):
+        return ""
+    return f"unknown: {UNMEASURED}, so slow ranks cannot be told from those that wait for them"
 
 
 def places_in(state: RunState) -> Mapping[int, Place]:
@@ -34,6 +53,6 @@ def _from_files(run: RunDir, state: RunState) -> tuple[Straggler, ...]:
         if not isinstance(settings, TrainSettings):
             return ()
         teams = teams_of(split_of(settings, state.world_size or 1))
-        return tuple(named(judged_at_once(run.attempt(state.attempt or 0), teams), teams, places_in(state)))
+        return tuple(stragglers_of(judged_at_once(run.attempt(state.attempt or 0), teams), teams, places_in(state)))
     except (MusterError, OSError):  # the job or a file cannot be read
         return ()

@@ -24,6 +24,7 @@ from muster.launch.common.follow import LineFollower, tail_lines
 from muster.launch.common.host import identity
 from muster.launch.node import census
 from muster.launch.node.dumping import Dumps, size_of
+from muster.launch.node.gathering import GATHER_S, Gathering
 from muster.launch.node.gpus import GpuWatch
 from muster.launch.node.pulse import Pulse
 from muster.launch.node.rank_parent_link import RankParentLink
@@ -56,6 +57,7 @@ class NodeAttempt:
         self.pids: dict[int, RankProcessId] = {}
         self.tell = tell  # send a message to the supervisor
         self._guard = guard
+        self._gathering = Gathering(number, tell, lambda: self._watch(self._flush_late()))
         self._unseen: dict[int, int] = {}  # {rank: pid} of user programs that have not connected to the store yet
         self._followers: dict[int, dict[Literal["out", "err"], LineFollower]] = {}
         self._courier: storage.Courier | None = None
@@ -157,6 +159,7 @@ class NodeAttempt:
             await asyncio.gather(*tasks, return_exceptions=True)
         for rank in self._followers:
             await self._forward_rank(rank, ended=True)
+        await self._gathering.flush()
         await self._cap_once()
 
     def abandon(self) -> None:
@@ -187,9 +190,9 @@ class NodeAttempt:
             told = {name: message[name] for name in ("code", "signal", "sent", "ended", "failure", "steps")}
             if not fits(told["failure"], Failure):  # a program may write any JSON here
                 told["failure"] = {}
-            await self.tell(wire.Exited(number, rank, last_lines=tuple(self._last_lines(rank)), **told))
+            await self._gathering.exited(wire.Exited(number, rank, last_lines=tuple(self._last_lines(rank)), **told))
         elif "report" in message and (self.ours or fits(message["report"], RankReport)):
-            await self.tell(wire.Report(number, message["rank"], message["report"]))
+            await self._gathering.report(message["rank"], message["report"], len(self._ranks))
         elif "report" in message:
             return  # ignore it: a program may write anything into its report pipe
         elif "swept" in message:
@@ -197,6 +200,10 @@ class NodeAttempt:
             await self.tell(wire.Swept(number, message["swept"], tuple(message["left"])))
         else:
             await self.tell(wire.Broken(number, message["broken"], message["code"]))
+
+    async def _flush_late(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        await self._gathering.flush()
 
     def _note_started(self, pids: dict[int, int]) -> None:
         self.pids = {rank: (pid, processes.start_ticks(pid)) for rank, pid in pids.items()}
@@ -279,9 +286,11 @@ class NodeAttempt:
         """Report each user program as arrived once it has connected to the store."""
         assert self.start is not None
         while True:
-            for rank in census.connected(self._unseen, self.start.master_port) if self._unseen else ():
+            found = census.connected(self._unseen, self.start.master_port) if self._unseen else ()
+            for rank in found:
                 self._unseen.pop(rank, None)
-                await self.tell(wire.Report(self.number, rank, {"report": "arrived"}))
+            if found:
+                await self.tell(wire.Report(self.number, tuple(found), {"report": "arrived"}))
             await asyncio.sleep(LOOK_S)
 
     # Output of the ranks --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
-from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE
+from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE, variables_of_one
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
@@ -215,6 +215,7 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
     )
     for plan in plans:
         attempt = plan.run.attempt(context.attempt)
+        outputs = [attempt.outputs(rank.rank) for rank in plan.ranks]
         yield Start(
             attempt=context.attempt,
             node=plan.placement.node_rank,  # an agent keeps its slot, but its node rank may change in the next attempt
@@ -233,19 +234,26 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
             ranks=tuple(
                 {
                     "rank": rank.rank,
-                    "env": {each.name: each.value for each in rank.environment},
+                    "env": env,
                     "workdir": context.workdir,
-                    "out": str(attempt.out(rank.rank)),
-                    "err": str(attempt.err(rank.rank)),
+                    "out": out,
+                    "err": err,
                     "cores": list(rank.cores),
                     "gpus": list(rank.gpus),
                     "threads": rank.threads,
                     **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
                     **what,
                 }
-                for rank in plan.ranks
+                for rank, env, (out, err) in zip(plan.ranks, _variables(plan), outputs, strict=True)
             ),
         )
+
+
+def _variables(plan: NodePlan) -> Iterator[dict[str, str]]:
+    """Yield the variables of each rank of a node: those of its first rank, with the few that differ."""
+    first = {each.name: each.value for rank in plan.ranks[:1] for each in rank.environment}
+    for local_rank, rank in enumerate(plan.ranks):
+        yield {**first, **variables_of_one(rank.rank, local_rank)}
 
 
 def stays(job: Job) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.launch.common.fields import typed
-from muster.launch.records.stragglers import read_stragglers
+from muster.launch.records.runrows import read_stragglers
 
 Row = Mapping[str, Any]
 

@@ -3,7 +3,8 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ class EventLog:
         self._attempts = RowLog(run.attempts, patient=say is not None, say=say or print)
         self._say = say or print
         self._may_be_full = say is not None
+        self._together: list[dict[str, Any]] | None = None  # rows that are written at the end of a block
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Append one event.
@@ -39,8 +41,22 @@ class EventLog:
         Raises:
             RunFolderError, StorageError: if it cannot be written.
         """
-        self._events.append([{"time": time.time(), "event": event, **fields}])
+        row = {"time": time.time(), "event": event, **fields}
+        if self._together is not None:
+            self._together.append(row)
+            return
+        self._events.append([row])
         self._events.patient = self._may_be_full  # an error of the first row is raised, before anything starts
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Write the events of a block with one write. Errors as for `event`."""
+        rows = self._together = list[dict[str, Any]]()
+        try:
+            yield
+        finally:
+            self._together = None
+            self._events.append(rows)
 
     def tell(self, event: str, /, **fields: Any) -> None:
         """Append one event, and print its text (`event_texts`). Errors as for `event`."""

@@ -12,9 +12,10 @@ from muster.jobs.basics import reading
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import rankset
-from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
+from muster.launch.common.fields import MOST_RANKS, below, text, typed_line, typed_lines
 from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
+from muster.launch.records.stragglers import KINDS, PARTS, Straggler
 from muster.launch.records.verdict import RankEnd
 
 TAIL_BYTES: Final = 1 << 17  # about 300 steps
@@ -22,6 +23,7 @@ WARM_UP_STEPS: Final = 5
 LIVING: Final = "living ranks"  # the origin of an attempt in place, instead of a checkpoint's name
 IN_MEMORY: Final = " in memory"  # after the name of a checkpoint that is in the memory of the nodes
 MOST_WARNINGS: Final = 1000
+OF_ENDING: Final = frozenset(each.name for each in fields(RankEnd))
 TOLD: Final = frozenset(
     {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session", "slow"}
 )
@@ -128,8 +130,7 @@ def read_ending(row: Mapping[str, Any] | None) -> RankEnd | None:
     """Read the failure in a typed row. Rows of direct runs may lack fields; rows of later versions may have more."""
     if not row:
         return None
-    names = {each.name for each in fields(RankEnd)}
-    given = {key: value for key, value in row.items() if key in names}
+    given = {key: value for key, value in row.items() if key in OF_ENDING}
     defaults = {"rank": None, "node": 0, "host": "?", "code": None, "signal": None, "ended": row.get("time", 0.0)}
     return RankEnd(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
 
@@ -137,12 +138,38 @@ def read_ending(row: Mapping[str, Any] | None) -> RankEnd | None:
 def read_victims(row: Mapping[str, Any]) -> tuple[RankEnd, ...]:
     """Read the victims in a typed row of attempts.jsonl. Of those that it only lists as ranges, the rest is unknown."""
     victims = [*filter(None, map(read_ending, row.get("victims") or ()))]
-    for text in row.get("more_victims") or ():
-        cause, _, ranks = text.partition(" ")
+    for line in row.get("more_victims") or ():
+        cause, _, ranks = line.partition(" ")
         with suppress(UsageError):  # a row of a later version
             found = sorted(rankset.parse(ranks, option="more_victims", count=MOST_RANKS))
             victims += filter(None, (read_ending({"rank": rank, "cause": cause}) for rank in found))
     return tuple(victims)
+
+
+def read_stragglers(records: Any) -> tuple[Straggler, ...]:
+    """Return the valid stragglers in the value of an event row."""
+    return (
+        tuple(each for record in records if (each := _straggler(record)) is not None)
+        if isinstance(records, list)
+        else ()
+    )
+
+
+def _straggler(record: Any) -> Straggler | None:
+    if not isinstance(record, dict):
+        return None
+    kind, host = text(record.get("kind")), text(record.get("host"))
+    part, listed = record.get("part"), record.get("ranks")
+    rank_of = below(MOST_RANKS)
+    ranks = tuple(each for rank in listed if (each := rank_of(rank)) is not None) if isinstance(listed, list) else ()
+    times: dict[str, Any] = {name: real(record.get(name)) for name in ("own_s", "least_s", "usual_s", "waits_s")}
+    steps: dict[str, Any] = {name: number(record.get(name), least=0) for name in ("first_step", "last_step")}
+    if kind not in KINDS or host is None or part not in PARTS or not ranks or not times["usual_s"]:
+        return None
+    if None in (*times.values(), *steps.values()):
+        return None
+    where: dict[str, Any] = {"node": rank_of(record.get("node")), "gpu": number(record.get("gpu"), least=0)}
+    return Straggler(kind=kind, host=host, part=part, ranks=ranks, **where, **times, **steps)
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -22,8 +22,8 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from muster.launch.records import lease
 from muster.launch.records.activity import NewestCheckpoint, doing, left_out, newest_saved
-from muster.launch.records.runrows import Rows, StepRate, last_metrics, read_rows, step_rate
-from muster.launch.records.stragglers import Straggler, read_stragglers
+from muster.launch.records.runrows import Rows, StepRate, last_metrics, read_rows, read_stragglers, step_rate
+from muster.launch.records.stragglers import Straggler
 
 if TYPE_CHECKING:
     from muster.launch.records.slurm_job import SlurmFacts

@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from muster.launch.common.fields import MOST_RANKS, below, number, real, text
 from muster.launch.common.rankset import fold
 
 if TYPE_CHECKING:
@@ -169,7 +168,9 @@ def persistent(verdicts: Sequence[Verdicts], named: Collection[Unit] = ()) -> di
     return found
 
 
-def named(found: Mapping[Unit, Slowness], teams: Sequence[Team], places: Mapping[int, Place]) -> list[Straggler]:
+def stragglers_of(
+    found: Mapping[Unit, Slowness], teams: Sequence[Team], places: Mapping[int, Place]
+) -> list[Straggler]:
     """Name slow units, the slowest first. If all judged ranks of a node or GPU are slow, name it instead of them."""
     slow = {rank: unit for unit in found for rank in unit}
     judged = {rank for team in teams for unit in team for rank in unit}
@@ -185,11 +186,6 @@ def named(found: Mapping[Unit, Slowness], teams: Sequence[Team], places: Mapping
         kind = "rank" if len(unit) == 1 else "ranks"
         stragglers.append(_straggler(kind, where.pop() if len(where) == 1 else None, unit, [found[unit]]))
     return sorted(stragglers, key=lambda each: -each.own_s / each.usual_s)
-
-
-def read_stragglers(records: Any) -> tuple[Straggler, ...]:
-    """Return the valid stragglers in the value of an event row."""
-    return tuple(each for record in records if (each := _read(record)) is not None) if isinstance(records, list) else ()
 
 
 # Windows --------------------------------------------------------------------------------------------------------------
@@ -272,24 +268,3 @@ def _straggler(kind: str, place: Place | None, ranks: Sequence[int], slow: Seque
         first_step=all_of.first,
         last_step=all_of.last,
     )
-
-
-def _read(record: Any) -> Straggler | None:
-    if not isinstance(record, dict):
-        return None
-    kind, host, part, listed = (
-        text(record.get("kind")),
-        text(record.get("host")),
-        record.get("part"),
-        record.get("ranks"),
-    )
-    rank_of = below(MOST_RANKS)
-    ranks = tuple(each for rank in listed if (each := rank_of(rank)) is not None) if isinstance(listed, list) else ()
-    times: dict[str, Any] = {name: real(record.get(name)) for name in ("own_s", "least_s", "usual_s", "waits_s")}
-    steps: dict[str, Any] = {name: number(record.get(name), least=0) for name in ("first_step", "last_step")}
-    if kind not in KINDS or host is None or part not in PARTS or not ranks or not times["usual_s"]:
-        return None
-    if None in (*times.values(), *steps.values()):
-        return None
-    where: dict[str, Any] = {"node": rank_of(record.get("node")), "gpu": number(record.get("gpu"), least=0)}
-    return Straggler(kind=kind, host=host, part=part, ranks=ranks, **where, **times, **steps)

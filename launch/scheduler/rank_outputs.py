@@ -62,4 +62,5 @@ class RunOutput:
             return []
         if not self.console.tee:
             return [(0, "out", self._folder.out(0)), (0, "err", self._folder.err(0))]
-        return sorted(log_files(self._folder.path), key=lambda each: (each[0], each[1] == "err"))
+        found = sorted(log_files(self._folder.path), key=lambda each: (each[0], each[1] == "err"))
+        return [(rank, stream, self._folder.path / name) for rank, stream, name in found]

@@ -11,7 +11,7 @@ the nodes.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from signal import SIGTERM
 from typing import Final
 
@@ -114,10 +114,8 @@ class Attempt:
         """Return whether the attempt is over: its ranks have ended and been swept, or could not be stopped in time."""
         if self.unless_noticed:
             return False
-        if self.regrouping is not None and not self.is_stopping:
-            return True
         if self.stop_deadline is None:
-            return not self.roster.running
+            return self.regrouping is not None or not self.roster.running
         return self.overdue or not self.roster.waits_for_sweep()
 
     def unswept(self) -> list[int]:
@@ -152,11 +150,16 @@ class Attempt:
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
                 self._on_started(node_rank, message)
             case wire.Report():
-                self.roster.check_own(node_rank, message.rank)
-                self._on_report(message.rank, message.report)
+                self.roster.check_own(node_rank, *message.ranks)
+                for rank in message.ranks:
+                    self._on_report(rank, message.report)
             case wire.Exited():
                 self.roster.check_own(node_rank, message.rank)
                 self._on_exited(node_rank, message)
+            case wire.Exits():
+                with self.log.together():
+                    for each in message.ranks:
+                        self.take(node_rank, each)
             case wire.Log():
                 self.roster.check_own(node_rank, message.rank)
                 self.console.lines(message.stream, message.lines, message.rank)
@@ -193,10 +196,9 @@ class Attempt:
 
     def _on_started(self, node_rank: int, message: wire.Started) -> None:
         """Log the pids and start ticks of a node's ranks. `muster stop` ends only processes that match both."""
-        ranks = [(rank, pid) for rank, pid, _ in message.ranks]
-        ticks = [(rank, each) for rank, _, each in message.ranks]
-        host = self.roster.nodes[node_rank].host
-        self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=ranks, ticks=ticks)
+        pids = {"ranks": [(rank, pid) for rank, pid, _ in message.ranks]}
+        pids |= {"ticks": [(rank, ticks) for rank, _, ticks in message.ranks]}
+        self.log.event("started", attempt=self.number, node=node_rank, host=self.roster.nodes[node_rank].host, **pids)
 
     def _on_report(self, rank: int, report: RankReport) -> None:
         """Handle a rank's report."""
@@ -256,7 +258,7 @@ class Attempt:
             self.startup.warn(f"{ending.sentence()}; the other ranks continue without it")
             ending = replace(ending, cause="tolerated")
         self.endings.append(ending)
-        self.log.event("exited", attempt=self.number, **asdict(ending))
+        self.log.event("exited", attempt=self.number, **vars(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
             if self._continues(ending):

@@ -79,7 +79,8 @@ def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | 
     if not told:
         return None
     slowest_s = max(record["slowest_s"] for record, _ in told)
-    limits = {phase: limit_s(phase, slowest_s, hang_s) for record, _ in told for phase in record["phases"]}
+    phases = {phase for record, _ in told for phase in record["phases"]}
+    limits = {phase: limit_s(phase, slowest_s, hang_s) for phase in phases}
     known = {phase: limit for phase, limit in limits.items() if limit is not None}
     if len(known) < len(limits):
         return None

@@ -114,9 +114,12 @@ class RunNodes:
         self.nodes = [NodeState(place) for place in places]
         # slots that have neither answered nor failed; no messages are sent until this set is empty
         self.missing = set(range(len(self.nodes)))
-        self.beaten = 0.0
+        self._beaten = 0.0  # when beats were last sent
+        self._due = 0.0  # nodes to which beats are due
+        self._next = 0  # the slot that gets the next beat
+        self._ranks = sum(node.ranks for node in places)
         self.beat_s = max(BEAT_S, len(self.nodes) / BEATS_PER_S)
-        self._turn = 0  # the first slot whose ranks the next beat asks for
+        self._turn = 0  # the first slot whose ranks the beats of this round ask for
         self.own = OwnLateness(TICK_S)
         self.together_s = 0.0  # how long all nodes have been silent at the same time
         self.broken: list[int] = []  # slots whose channel turned out to be closed when sending
@@ -145,8 +148,9 @@ class RunNodes:
         if slot in self.missing:
             self.missing.discard(slot)
             if not self.missing:  # no answer is missing, so messages may be sent from now on
+                self._beaten = time.monotonic()
                 for node in self.nodes:
-                    node.heard = time.monotonic()
+                    node.heard = self._beaten
 
     def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
         """Accept a node's agent; return False for a second agent, or for an agent of a node that was given up.
@@ -172,13 +176,13 @@ class RunNodes:
         return True
 
     def tick(self, now: float) -> float:
-        """Send every agent a beat every `beat_s` seconds. Exclude the delays listed above from the agents' silence.
+        """Send the beats that are due. Exclude the delays listed above from the agents' silence.
 
         Returns the seconds for which the supervisor itself did not run (Ctrl-Z, a sleeping laptop, a loaded machine).
         """
         late_s = self.own.look(now)
-        silences = [now - late_s - self.nodes[slot].heard for slot in self.alive()]
-        if len(silences) > 1 and min(silences) > SILENT_S / 2:
+        heard = [node.heard for node in self.nodes if node.is_alive]
+        if len(heard) > 1 and now - late_s - max(heard) > SILENT_S / 2:
             self.together_s += TICK_S
         else:
             self.together_s = 0.0
@@ -186,26 +190,34 @@ class RunNodes:
         if uncounted_s:
             for node in self.nodes:
                 node.heard = min(now, node.heard + uncounted_s)
-        if not self.missing and now - self.beaten >= self.beat_s:
-            self.beaten = now
-            self._beat()
+        if not self.missing:
+            self._beat(now)
         return late_s
 
-    def _beat(self) -> None:
-        """Send a beat to every agent. In large runs, each beat asks some of the nodes for the progress of each rank."""
-        ranks = sum(node.place.ranks for node in self.nodes)
-        most = max(1, int(len(self.nodes) * RANKS_PER_S * self.beat_s / max(1, ranks)))
-        asked, count, now = self._turn, len(self.nodes), time.time()
-        beats = {each: Beat(now, each) for each in (True, False)}
-        for slot in self.alive():
-            self.send(slot, beats[(slot - asked) % count < most])
-        self._turn = (asked + most) % count
+    def _beat(self, now: float) -> None:
+        """Send the next agents a beat, so that each gets one every `beat_s` seconds, and messages never come in bursts.
+
+        In large runs, the beats of a round ask only some of the nodes for the progress of each rank.
+        """
+        count, sent = len(self.nodes), time.time()
+        self._due = min(count, self._due + count * (now - self._beaten) / self.beat_s)
+        self._beaten = now
+        most = max(1, int(count * RANKS_PER_S * self.beat_s / max(1, self._ranks)))
+        beats = {each: Beat(sent, each) for each in (True, False)}
+        while self._due >= 1:
+            slot = self._next
+            if self.nodes[slot].is_alive:
+                self.send(slot, beats[(slot - self._turn) % count < most])
+            self._due, self._next = self._due - 1, (slot + 1) % count
+            if not self._next:
+                self._turn = (self._turn + most) % count
 
     def silent(self, now: float) -> list[int]:
         """Mark nodes that have been silent for too long as lost; return their slots."""
         if self.missing:
             return []
-        found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S + self.nodes[slot].late_s]
+        overdue = [slot for slot, node in enumerate(self.nodes) if now - node.heard > SILENT_S + node.late_s]
+        found = [slot for slot in overdue if self.nodes[slot].is_alive]
         for slot in found:
             self.lose(slot, now, silent=True)
         return found

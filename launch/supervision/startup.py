@@ -42,7 +42,7 @@ WAITING_S: Final = 3.0  # pause between two messages about nodes that have not a
 STARTS: Final = 1000  # nodes that are started at once
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
-OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
+OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Exits, wire.Log, wire.Held, wire.File)
 
 Send = Callable[[int, wire.ToAgent], None]
 

@@ -11,7 +11,7 @@ from typing import Final
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.spec.expand import split_of
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.stragglers import Place, named, teams_of
+from muster.launch.records.stragglers import Place, stragglers_of, teams_of
 from muster.launch.supervision.attempt import Attempt
 
 IDLE_S: Final = 1.0  # between two looks for a new attempt
@@ -41,7 +41,7 @@ async def watch_stragglers(current: Callable[[], Attempt | None], log: EventLog)
         except (OSError, MusterError):  # the files of a rank cannot be read now
             continue
         if watch.found.keys() != before and attempt is current() and not attempt.is_stopping:
-            stragglers = named(watch.found, watch.teams, places_of(attempt))
+            stragglers = stragglers_of(watch.found, watch.teams, places_of(attempt))
             log.tell("slow", attempt=attempt.number, stragglers=[each.record() for each in stragglers])
         await asyncio.sleep(max(0.0, pause_s - IDLE_S))
 

@@ -7,18 +7,17 @@ All events arrive through one inbox, in order. Every wait has a deadline.
 """
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
 from muster.launch.common import processes
-from muster.launch.common.limits import raise_open_files
+from muster.launch.common.limits import collecting_rarely, raise_open_files
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.lease import Lease
@@ -53,8 +52,6 @@ from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, Reached, Start, StopRanks, ToAgent
 from muster.slurm.notice import Notice
-
-GC_AFTER: Final = 50_000  # new objects
 
 
 class SchedulerJob(Protocol):
@@ -98,17 +95,15 @@ class Supervisor:
         """Start attempts until the run ends, and record them. Leave no process of the run, even after an error."""
         began = time.time()
         raise_open_files()
-        collects_after = gc.get_threshold()
-        gc.set_threshold(GC_AFTER)  # the records of a large run live long; scanning them again and again is expensive
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals(self.run_dir)
-        try:
-            verdict = await self._attempts()
-        except (RunFolderError, StorageError) as error:  # the last row may still be writable
-            verdict = Verdict(error.exit_code, str(error))
-        finally:
-            await self._farewell()
-            gc.set_threshold(*collects_after)
+        with collecting_rarely():
+            try:
+                verdict = await self._attempts()
+            except (RunFolderError, StorageError) as error:  # the last row may still be writable
+                verdict = Verdict(error.exit_code, str(error))
+            finally:
+                await self._farewell()
         if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
             text = "checkpoint: had no effect, because the program opened no session (muster.session())"
             self.log.tell("warning", text=text)

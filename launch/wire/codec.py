@@ -1,8 +1,9 @@
 """Typed messages as JSON lines. Each message class declares its fields and their bounds; other fields are refused.
 
 A message is a frozen dataclass; a record inside one is a TypedDict. Supported field types: bool, int, float, str, bytes
-(base64), None, Literal, unions, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, TypedDict, and Any for JSON that is
-not checked. Every field has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of its type.
+(base64), None, Literal, unions, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, TypedDict, another message, and Any
+for JSON that is not checked. Every field has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of
+its type.
 
     class Held:                              {"message": "Held", "attempt": 0, "steps": 41}
         attempt: Attempt      ←──────→
@@ -18,7 +19,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from typing import Any, Final
 
@@ -172,6 +173,8 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
         return _union(arguments, bound)
     if typing.is_typeddict(hint):
         return _record(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _message(hint)
     bound = bound or DEFAULTS.get(origin or hint)
     if origin is tuple:
         return _tuple(arguments, bound or Bound())
@@ -180,6 +183,11 @@ def _reader(hint: Any, bound: Bound | None = None) -> Read:
     if hint in SCALARS:
         return SCALARS[hint](bound or Bound())
     raise TypeError(f"{hint}: not a type of the protocol")
+
+
+def _message(kind: Any) -> Read:
+    record = _record(kind)
+    return lambda value: kind(**record(value))
 
 
 def _literal(allowed: tuple[Any, ...]) -> Read:
@@ -199,8 +207,9 @@ def _union(arguments: tuple[Any, ...], bound: Bound | None) -> Read:
         some = tuple(each for each in arguments if each is not types.NoneType)
         other = _union(some, bound) if len(some) > 1 else _reader(some[0], bound)
         return lambda value: None if value is None else other(value)
-    readers = [_reader(each, bound) for each in arguments]
-    tagged = {tag: read for each, read in zip(arguments, readers, strict=True) for tag in _tags(each)}
+    tagged = {tag: _reader(each, bound) for each in arguments for tag in _tags(each)}
+    # records without a tag first: an error, which takes as long as ten records to make, is then rare
+    readers = [_reader(each, bound) for each in sorted(arguments, key=lambda each: bool(_tags(each)))]
 
     def read(value: Any) -> Any:
         if isinstance(value, dict) and isinstance(tag := value.get(TAG), str) and tag in tagged:
@@ -308,7 +317,9 @@ def _bytes(bound: Bound) -> Read:
     return read
 
 
-def _spell(value: object) -> str:
+def _spell(value: object) -> str | dict[str, Any]:
+    if is_dataclass(value):
+        return vars(value)
     assert isinstance(value, bytes), value
     return base64.b64encode(value).decode()
 

@@ -111,10 +111,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Report:
-    """A report of a rank, such as its progress."""
+    """A report of a rank, such as its progress; or the same report of several ranks, such as their arrival."""
 
     attempt: Attempt
-    rank: Rank
+    ranks: Annotated[tuple[Rank, ...], Bound(most=1 << 12)]
     report: RankReport
 
 
@@ -131,6 +131,14 @@ class Exited:
     failure: Failure | Nothing
     steps: Count | None
     last_lines: Annotated[tuple[Text, ...], Bound(most=64)]
+
+
+@dataclass(frozen=True)
+class Exits:
+    """The ends of ranks that were ordered to stop."""
+
+    attempt: Attempt
+    ranks: Annotated[tuple[Exited, ...], Bound(most=64)]
 
 
 @dataclass(frozen=True)
@@ -235,8 +243,8 @@ class Fetched:
 
 
 FromAgent = (
-    Hello | Heartbeat | Inspected | Prepared | Reached | Started | Report | Exited | Held | Stacks | Swept | Log | File
-    | Terminated | Broken | Ready | Keeping | Kept | Fetched
+    Hello | Heartbeat | Inspected | Prepared | Reached | Started | Report | Exited | Exits | Held | Stacks | Swept | Log
+    | File | Terminated | Broken | Ready | Keeping | Kept | Fetched
 )  # fmt: skip
 FROM_AGENT: Final = table(*get_args(FromAgent))
 

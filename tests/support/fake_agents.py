@@ -120,7 +120,7 @@ class FakeAgent:
         yield encode(wire.Started(message.attempt, started, now))
         for report in ("arrived", "joined"):
             for rank in self.running:
-                yield encode(wire.Report(message.attempt, rank, {"report": report}))  # type: ignore[typeddict-item, arg-type]
+                yield encode(wire.Report(message.attempt, (rank,), {"report": report}))  # type: ignore[typeddict-item, arg-type]
         if message.attempt == 0:
             yield from self.odd("started")
         if message.attempt or self.ends:

@@ -1,5 +1,6 @@
 """Messages drawn by hypothesis from what their classes declare."""
 
+import dataclasses
 import types
 import typing
 from typing import Annotated, Any, Literal
@@ -26,6 +27,8 @@ def drawn(hint: Any, bound: Bound | None = None) -> st.SearchStrategy[Any]:
         return st.one_of([drawn(each, bound) for each in arguments])
     if typing.is_typeddict(hint):
         return record(hint)
+    if dataclasses.is_dataclass(hint):
+        return instances(hint)  # type: ignore[arg-type]
     bound = bound or DEFAULTS.get(origin or hint) or Bound()
     if origin is tuple and arguments[-1] is ...:
         return st.lists(drawn(arguments[0]), max_size=SMALL if bound.most > SMALL else int(bound.most)).map(tuple)

@@ -25,7 +25,7 @@ from muster.launch.records.paces import PaceWatch
 from muster.launch.records.progress_file import RunProgress, read_progress
 from muster.launch.records.runrows import Rows, last_rows, read_ending
 from muster.launch.records.runstate import DIRECT, RankState, RunState, read_state
-from muster.launch.records.stragglers import named, teams_of
+from muster.launch.records.stragglers import stragglers_of, teams_of
 from muster.launch.supervision.progress import FRESH_S
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ class RunReader:
         self._steps.look(world_size, shown, sweep)
         if self._paces is not None and not state.is_over:
             self._paces.look(sweep)
-            state = replace(state, stragglers=tuple(named(self._paces.found, self._paces.teams, places_in(state))))
+            state = replace(
+                state, stragglers=tuple(stragglers_of(self._paces.found, self._paces.teams, places_in(state)))
+            )
         progress = None if state.is_over else read_progress(self.run)
         if progress is not None and progress.attempt != state.attempt:
             progress = None

@@ -11,15 +11,15 @@ from muster.jobs.spec.modes import Parallel
 from muster.launch.common.fields import typed
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.paces import PaceWatch, StepRow, newest_steps, pace_of
+from muster.launch.records.runrows import read_stragglers
 from muster.launch.records.stragglers import (
     PARTS,
     WINDOWS,
     Place,
     Straggler,
     Window,
-    named,
     persistent,
-    read_stragglers,
+    stragglers_of,
     suspects_in,
     teams_of,
 )
@@ -113,7 +113,7 @@ def test_tensor_ranks_wait_for_each_other_and_are_named_together() -> None:
     split = Parallel(data=4, tensor=2)
     assert found(windows(8, in_group), split) == [(2, 3)]
     places = {rank: Place(0, "n0", rank) for rank in range(8)}
-    (one,) = named(
+    (one,) = stragglers_of(
         persistent([suspects_in(each, teams_of(split)) for each in windows(8, in_group)]), teams_of(split), places
     )
     assert (one.kind, one.name) == ("ranks", "ranks 2-3")
@@ -128,7 +128,7 @@ def a_straggler(kind: str, places: dict[int, Place], slow: Sequence[int]) -> Str
     teams = teams_of(Parallel(data=len(places)))
     factor: Rate = lambda rank: 1.3 if rank in slow else 1.0  # noqa: E731
     verdicts = persistent([suspects_in(each, teams) for each in windows(len(places), factor)])
-    (one,) = named(verdicts, teams, places)
+    (one,) = stragglers_of(verdicts, teams, places)
     assert one.kind == kind
     return one
 
@@ -231,6 +231,17 @@ def test_status_watch_and_why_name_the_straggler(slow_run: Any, in_process: Any)
         assert [each["ranks"] for each in json.loads(out)["stragglers"]] == [[3]], command
     slow_run.event("slow", 60.0, attempt=0, stragglers=[])  # it has recovered
     assert "rank 3 on node 0" not in in_process("status", slow_run.run.run_id)[1]
+
+
+@pytest.mark.parametrize(("row", "said"), [({"forward_s": 0.0}, True), ({"communication_s": None}, True), ({}, False)])
+def test_status_says_that_waits_are_not_measured(
+    row: dict[str, Any], said: bool, make_run: Any, in_process: Any
+) -> None:
+    folder = make_run().submitted(world_size=4).attempt().started().event("joined", 2.0, attempt=0)
+    folder.run.attempt(0).path.mkdir(parents=True, exist_ok=True)
+    write_steps(folder.run, 0, range(1, 4), 0.1, 0.14, **row)
+    lines = in_process("status", folder.run.run_id)[1].splitlines()
+    assert any(line.startswith("slow     unknown: waits are not measured") for line in lines) == said
 
 
 def test_compare_notes_the_straggler(slow_run: Any, in_process: Any) -> None:

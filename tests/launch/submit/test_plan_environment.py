@@ -128,6 +128,17 @@ def test_a_node_that_keeps_its_part_of_the_run_elsewhere_is_told_so_and_its_rank
     assert message.ranks[0]["out"] == f"{elsewhere.path}/attempt-000/rank-00001.out"
 
 
+@pytest.mark.parametrize("gpus", [(), ("0", "1", "2", "3")])
+def test_a_start_message_has_the_variables_and_files_of_each_rank(gpus: tuple[str, ...]) -> None:
+    context = make_context(nodes=2, ranks_per_node=3, address="10.1.1.1")
+    plans = plan(context, box(8, *gpus))
+    attempt = context.run.attempt(0)
+    for node, message in zip(plans, start_messages(context, plans, store=True, master_port=4242), strict=True):
+        for rank, start in zip(node.ranks, message.ranks, strict=True):
+            assert start["env"] == values(rank)
+            assert (start["out"], start["err"]) == (str(attempt.out(rank.rank)), str(attempt.err(rank.rank)))
+
+
 def test_every_value_has_an_origin() -> None:
     site = Site(env={"A": "1"})
     for node in plan(make_context(nodes=2, site=site, env={"B": "2"}), box(4, "0", "1")):

@@ -31,6 +31,7 @@ from muster.launch.wire.messages import (
     FROM_AGENT,
     TO_AGENT,
     Dump,
+    Exits,
     Held,
     Hold,
     Report,
@@ -72,7 +73,7 @@ class Played:
         self.attempt.startup.begun = True
 
     def report(self, what: str, rank: int = 0, **fields: Any) -> None:
-        self.attempt.take(rank, Report(0, rank, {"report": what, **fields}))  # type: ignore[arg-type, misc]
+        self.attempt.take(rank, Report(0, (rank,), {"report": what, **fields}))  # type: ignore[arg-type, misc]
 
     def working(self) -> "Played":
         for rank in range(2):
@@ -103,6 +104,17 @@ def stack_of(rank: int, *lines: str) -> Stacks:
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     return Played(tmp_path).working()
+
+
+def test_ranks_that_were_stopped_together_each_have_a_row(played: Played) -> None:
+    played.exited(0, 1)
+    assert [node for node, _ in played.orders(StopRanks)] == [0, 1]
+    stopped = exited(1, None, signal="SIGTERM", sent="SIGTERM", ended=time.time())
+    played.attempt.take(1, Exits(0, (stopped,)))
+    assert [(row["rank"], row["cause"]) for row in played.events("exited")] == [(0, "own"), (1, "stopped")]
+    assert not played.attempt.roster.running
+    with pytest.raises(ProtocolError, match="does not run"):
+        played.attempt.take(0, Exits(0, (stopped,)))
 
 
 def test_a_drain_asks_all_to_hold_and_the_first_that_does_names_the_step(played: Played) -> None:

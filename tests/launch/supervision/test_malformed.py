@@ -118,7 +118,10 @@ ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
     "a rank of another node ends": ((encode(exited(0, 0)),), "rank 0, which it does not run"),
     "a rank that there is not ends": ((encode(exited(99, 0)),), "rank 99, which it does not run"),
     "a rank ends twice": ((encode(exited(2, 0)), encode(exited(2, 0))), "rank 2 has ended already"),
-    "a report of another node's rank": ((encode(Report(0, 1, {"report": "joined"})),), "rank 1, which it does not run"),
+    "a report of another node's rank": (
+        (encode(Report(0, (1,), {"report": "joined"})),),
+        "rank 1, which it does not run",
+    ),
     "processes of another node": ((encode(Started(0, ((0, 1, 1),), 1.0)),), "rank 0, which it does not run"),
     "output of another node's rank": ((encode(Log(0, 0, "out", ("forged",))),), "rank 0, which it does not run"),
     "stacks of another node's rank": (
@@ -223,7 +226,7 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
         ("greeted", REACHED, "Reached: it was not requested"),
         ("greeted", exited(2, 1), "Exited: no rank has been started"),
         ("greeted", Started(0, ((2, 1, 1),), 1.0), "Started: no rank has been started"),
-        ("greeted", Report(0, 2, {"report": "joined"}), "Report: no rank has been started"),
+        ("greeted", Report(0, (2,), {"report": "joined"}), "Report: no rank has been started"),
         ("greeted", Log(0, 2, "out", ("early",)), "Log: no rank has been started"),
         ("greeted", File(0, "metrics.jsonl", 0, b"x"), "File: no rank has been started"),
         ("greeted", hello(), "Hello: it has greeted already"),
@@ -250,12 +253,12 @@ def test_a_node_that_misbehaves_while_a_run_starts_is_lost_and_named(
     "message",
     [
         exited(0, 0, attempt=7),  # of another attempt: late, or never
-        Report(7, 0, {"report": "joined"}),
+        Report(7, (0,), {"report": "joined"}),
         Heartbeat(7, 1.0, 1.0, 1.0),
         Inspected(0, {}),
         Ready(0, 1),
         Stacks(0, ()),
-        Report(0, 2, {"report": "missed", "step": 1, "missed": 1, "message": "a full disk"}),
+        Report(0, (2,), {"report": "missed", "step": 1, "missed": 1, "message": "a full disk"}),
     ],
 )
 def test_what_is_allowed_costs_nobody_anything(tmp_path: Path, message: object) -> None:

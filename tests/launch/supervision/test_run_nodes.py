@@ -107,6 +107,19 @@ def test_in_a_large_run_each_beat_asks_other_nodes_for_their_ranks_and_the_known
     assert node.progress["ranks"] == {}  # all have ended
 
 
+def test_the_beats_of_a_second_are_spread_over_its_ticks_and_each_node_gets_one() -> None:
+    made = Clock(8)  # its first tick sends a beat to every node
+    channels = [node.channel for node in made.run_nodes.nodes]
+    counts = []
+    for _ in range(8):
+        made.now += TICK_S
+        made.run_nodes.tick(made.now)
+        counts.append([len(each.posted) - 1 for each in channels])  # type: ignore[union-attr, attr-defined]
+    assert [sum(each) for each in counts] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert counts[3] == [1] * 8
+    assert counts[7] == [2] * 8
+
+
 def test_more_nodes_than_the_supervisor_can_beat_in_a_second_get_beats_less_often() -> None:
     assert RunNodes([NodePlacement(number, "n", "", number, 1) for number in range(10_000)]).beat_s == 2.0
     assert RunNodes([NodePlacement(number, "n", "", number, 1) for number in range(1000)]).beat_s == 1.0
