@@ -79,8 +79,7 @@ class Attempt:
         self.told: Stop | None = None  # the stop that was caused by a node's SIGTERM or by the scheduler's notice
         self.told_by: RankEnd | None = None
         self.ask = ask  # asks the scheduler whether it is about to end the job; `noticed` gets the answer
-        # callbacks that end the attempt, called if the scheduler answers that it is not about to end the job
-        self.unless_noticed: list[Callable[[], None]] = []
+        self.unless_noticed: list[Callable[[], None]] = []  # end the attempt, unless the scheduler does
         self.stays = stays  # returns how the other ranks continue after a failure, or why they cannot
         self.regrouping: Regrouping | None = None  # the ranks continue in the next attempt
         self.spread = Spread()  # which ranks have the state
@@ -196,9 +195,8 @@ class Attempt:
 
     def _on_started(self, node_rank: int, message: wire.Started) -> None:
         """Log the pids and start ticks of a node's ranks. `muster stop` ends only processes that match both."""
-        pids = {"ranks": [(rank, pid) for rank, pid, _ in message.ranks]}
-        pids |= {"ticks": [(rank, ticks) for rank, _, ticks in message.ranks]}
-        self.log.event("started", attempt=self.number, node=node_rank, host=self.roster.nodes[node_rank].host, **pids)
+        host, (pids, ticks) = self.roster.hosts[node_rank], ([(r[0], r[at]) for r in message.ranks] for at in (1, 2))
+        self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=pids, ticks=ticks)
 
     def _on_report(self, rank: int, report: RankReport) -> None:
         """Handle a rank's report."""
