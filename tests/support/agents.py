@@ -143,15 +143,22 @@ class Supervised(Started):
     def __init__(self, folder: Path) -> None:
         super().__init__("--node", "0")
         self.folder = folder
+        self.joined: list[wire.Exited] = []  # ends of ranks that came in one message, and were not returned yet
         self.greeted()
 
     def attempt_dir(self, attempt: int) -> AttemptDir:
         return RunDir(self.folder).attempt(attempt)
 
     def next(self, kind: type[Kind], rank: int | None = None) -> Kind:
-        """Return the next message of a kind, passing over others; a failure of the agent's is never passed over."""
+        """Return the next message of a kind, passing over others; a failure of the agent's is never passed over.
+
+        Ends of ranks are returned one by one.
+        """
         while True:
-            message = self.receive()
+            message = self.joined.pop(0) if self.joined else self.receive()
+            if isinstance(message, wire.Exits):
+                self.joined = list(message.ranks)
+                continue
             if isinstance(message, kind) and rank in (None, getattr(message, "rank", None)):
                 return message
             assert not isinstance(message, Broken), message
