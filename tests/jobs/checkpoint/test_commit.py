@@ -124,7 +124,7 @@ def test_a_late_writer_of_a_dead_attempt_cannot_commit(saved) -> None:
     assert saved.names() == [folder.name]
 
 
-@pytest.mark.parametrize("moment", ["manifest_of", "_write"])
+@pytest.mark.parametrize("moment", ["manifest_of", "write_manifest"])
 def test_an_attempt_that_begins_meanwhile_fences_the_commit_or_is_told_to_the_committer(
     saved, monkeypatch, moment: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_an_attempt_that_begins_meanwhile_fences_the_commit_or_is_told_to_the_co
     monkeypatch.setattr(commit, moment, begun)
     with pytest.raises(FencedError):
         commit.commit(saved.run, folder, 2)
-    assert folder.manifest.exists() == (moment == "_write")
+    assert folder.manifest.exists() == (moment == "write_manifest")
 
 
 def test_what_only_lacks_its_commit_is_rolled_forward_also_after_the_next_attempt_has_begun(saved) -> None:
