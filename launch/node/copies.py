@@ -135,7 +135,10 @@ class Copies:
             if listener is not None:
                 listener.close()
         if self.run is not None:
-            shutil.rmtree(self.run.path, ignore_errors=True)
+            gone = self.run.path.with_suffix(".gone")
+            with contextlib.suppress(OSError):
+                self.run.path.rename(gone)  # so that no thread adds a file while the folder is deleted
+                shutil.rmtree(gone)
             os.close(self._lock)
             self.run = None
 
