@@ -121,6 +121,7 @@ def test_steps_since_the_last_log_point_have_rows_without_the_lost_samples(tmp_p
     assert all(row["attempt"] == 0 and 0 < row["lost_samples"] < 24 and row["loss"] > 0 for row in partial)
 
 
+@pytest.mark.soak
 def test_two_of_four_ranks_are_lost_at_once(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job())
     wait_step(live, 10)
@@ -135,7 +136,7 @@ def test_two_of_four_ranks_are_lost_at_once(tmp_path: Path, uninterrupted: Any) 
     assert hashes(live.run.path) == uninterrupted({})
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_the_agent_of_a_node_is_killed(tmp_path: Path, uninterrupted: Any, number: int) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, min_nodes=2))
     wait_step(live, 10)
@@ -170,6 +171,7 @@ def test_ranks_restart_from_the_disk_if_one_is_suspended(tmp_path: Path, uninter
     assert hashes(live.run.path) == uninterrupted({})
 
 
+@pytest.mark.soak
 def test_a_joining_rank_is_killed_and_another_one_joins(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1))
     wait_step(live, 10)
@@ -199,7 +201,7 @@ def test_the_source_of_the_state_is_killed_while_a_rank_joins(tmp_path: Path, un
     assert hashes(live.run.path) == uninterrupted({})
 
 
-@pytest.mark.parametrize(("nodes", "victim"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("nodes", "victim"), [pytest.param(1, 1, marks=pytest.mark.soak), (4, 2)])
 def test_a_pipeline_leaves_and_another_one_joins(tmp_path: Path, nodes: int, victim: int) -> None:
     split = {"data": 2, "pipe": 2, "sync": "bucketed", "microbatches": 2}
     model = {**MODEL, "layers": 3, "dropout": 0.0}
@@ -269,7 +271,7 @@ def nothing_restarted(live: LiveRun, before: dict[int, int]) -> None:
     assert len(last & set(before.values())) >= 2
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.soak), "zero2", "zero3"])
 def test_sharded_ranks_continue_from_the_copies_in_memory(tmp_path: Path, uninterrupted: Any, mode: str) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": mode}, checkpoint=MEMORY, min_nodes=2))
     before = pids(live, 0)

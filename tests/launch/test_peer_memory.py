@@ -72,7 +72,7 @@ def memory_of(live: LiveRun, rank: int) -> Path:
     return next(path.parent for path in links if path.name == "lock" and path.parent.parent == SHARED_MEMORY)
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "zero3"])
+@pytest.mark.parametrize("mode", [pytest.param("allreduce", marks=pytest.mark.soak), "zero3"])
 def test_after_kill_9_of_a_rank_the_run_continues_from_memory(tmp_path: Path, uninterrupted: Any, mode: str) -> None:
     train = {"mode": mode}
     live = LiveRun(tmp_path, job(train=train))
@@ -139,6 +139,7 @@ def next_shard(live: LiveRun, folder: Path) -> str:
     return found[0]
 
 
+@pytest.mark.soak
 def test_a_node_is_lost_while_it_receives_copies(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job())
     wait_copied(live, 10)
