@@ -43,7 +43,6 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 
 NICE: Final = 10
-NICE_IN_MEMORY: Final = 10  # of the session of a writer of copies in memory, which are frequent
 LISTEN_S: Final = 0.5  # how often a waiting commit checks whether to give up
 POLL_S: Final = 0.02
 MESSAGE_BYTES: Final = 1 << 12
@@ -106,8 +105,6 @@ class Writer:
 
     def _save(self, memory: int, text: int) -> None:
         order = SaveOrder.read(contents(text)[:])
-        if order.memory:
-            self._give_way()
         try:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:
@@ -115,12 +112,6 @@ class Writer:
         except Exception as error:  # an unexpected error fails only this save; training and later saves continue
             traceback.print_exc()
             self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
-
-    def _give_way(self) -> None:
-        """Leave the processors to the ranks of all sessions."""
-        if os.getsid(0) != os.getpid():
-            os.setsid()
-            linux.be_nice_to_sessions(NICE_IN_MEMORY)
 
     def _write_and_commit(self, order: SaveOrder, memory: mmap.mmap) -> None:
         folder = begin(RunDir(Path(order.run)), order.step, order.attempt)

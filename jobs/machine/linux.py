@@ -13,8 +13,6 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from muster.jobs.machine import procfs
@@ -39,17 +37,6 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process."""
     checked(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl: ")
-
-
-def be_nice_to_sessions(nice: int) -> None:
-    """Give the session that this process leads a smaller share of the processors than other sessions have.
-
-    Where the kernel groups processes by session (sched_autogroup), the niceness of a process counts only within its
-    session. This has no effect on other kernels, and for a process that leads no session.
-    """
-    with suppress(OSError):
-        if os.getsid(0) == os.getpid():
-            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def all_children() -> dict[int, list[int]]:

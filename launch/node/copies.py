@@ -27,7 +27,7 @@ from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.checkpoint.names import step_and_attempt
 from muster.jobs.checkpoint.shard import ShardRecord
 from muster.jobs.hosts.ranks import MEMORY
-from muster.jobs.machine import linux, ports
+from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.node import copy_requests, copy_wire
@@ -44,7 +44,6 @@ LOOK_S: Final = 0.05
 QUIET_LOOK_S: Final = 0.008  # shorter than the computation of a layer
 MOST_CONNECTIONS: Final = 32
 NICE: Final = 19  # of threads
-SESSION_NICE: Final = 10  # of the agent, which must still answer in time
 
 Tell = Callable[[wire.FromAgent], Awaitable[None]]
 
@@ -159,7 +158,6 @@ class Copies:
             self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
             return
         self.run, self.reads = reads.run, reads
-        linux.be_nice_to_sessions(SESSION_NICE)
         self._spawn(partial(self._listen, self._ranks, reads.serve))
         self._spawn(self._watch)
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +266,10 @@ def nothing_restarted(live: LiveRun, before: dict[int, int]) -> None:
     assert live.events("not_in_place") == []
     assert live.events("stopping") == []
     assert all(row["checkpoint"] in live.err for row in live.events("loaded"))
-    lost = [row["lost_steps"] for row in read_lines(live.run.attempts)]
-    assert max(lost) <= 10, lost
+    rows = [*read_lines(live.run.attempts)]
+    for before_it, row in pairwise(rows):  # no complete copy was left out
+        copies = [each["step"] for each in live.events("copied") if each["attempt"] <= before_it["attempt"]]
+        assert row["from_step"] >= max(copies), rows
     last = {pid for row in live.events("started") for _, pid in row["ranks"] if row["attempt"] > 0}
     assert len(last & set(before.values())) >= 2
 
@@ -281,7 +284,7 @@ def test_sharded_ranks_continue_from_the_copies_in_memory(tmp_path: Path, uninte
     rows = [*read_lines(live.run.attempts)]
     assert [row["world_size"] for row in rows] == [4, 3, 4]
     assert rows[1]["from"].endswith(" in memory")
-    assert 15 <= rows[1]["from_step"] >= rows[0]["last_step"] - 10
+    assert rows[1]["from_step"] >= 15
     assert rows[2]["from_step"] == rows[1]["last_step"]  # the others copied their state when the replacement joined
     assert "attempt 1 in place: 3 ranks continue" in live.err
     after = pids(live, 2)
