@@ -81,7 +81,7 @@ class RankEnv:
 
 
 def variables_of_one(rank: int, local_rank: int) -> dict[str, str]:
-    """Return the variables that differ between the ranks of a node."""
+    """Return the environment variables whose values differ between the ranks of a node."""
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
 
 

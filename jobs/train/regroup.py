@@ -290,7 +290,7 @@ def why_unique(trainer: "Trainer") -> str:
 
 
 def reloads(trainer: "Trainer") -> bool:
-    """Return whether any number of ranks can continue from a checkpoint in memory, in the processes that they have."""
+    """Return whether the ranks that are left, however many, can load a checkpoint from memory without a restart."""
     sync, world = trainer.settings.sync, trainer.world
     is_split = trainer.engine.stages is not None or world.tensor > 1
     return not is_split and (sync in COPIED or (sync in SHARDED and world.device.type == "cpu"))

@@ -97,7 +97,7 @@ class _Told:
 
 
 class EventsOfAttempts:
-    """The rows of events.jsonl by attempt, and the [start, end] times of each supervisor that began an attempt."""
+    """The rows of events.jsonl, grouped by attempt, and the first and last time of each supervisor."""
 
     def __init__(self) -> None:
         self.told: dict[int, _Told] = {}

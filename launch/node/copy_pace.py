@@ -54,7 +54,7 @@ class OtherTraffic:
         self._total, self._at = self._sent(), 0.0
 
     def sending(self, count: int) -> None:
-        """Record that this process is about to send bytes."""
+        """Record that this process is about to send `count` bytes, which are not other traffic."""
         self._own += HEADERS * count
 
     def is_quiet(self, now: float) -> bool:

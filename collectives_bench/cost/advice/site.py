@@ -1,4 +1,4 @@
-"""A job whose splits are priced: its ranks on their machines, its measured times and its network. Pure."""
+"""What the price of a split depends on: a job's ranks and machines, its measured times, and its network. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -90,7 +90,7 @@ def calibrated(site: JobSite) -> JobSite:
 
 
 def measured_error(site: JobSite, *, pipeline: bool) -> float:
-    """Return the largest relative error of the predictions for the steps that were measured on this machine.
+    """Return the largest relative error among the predictions of the steps that this machine has measured.
 
     It is that without the paces, because the pace on other links is not known better than that.
     """

@@ -36,7 +36,7 @@ FEW, MANY = 1, 4  # micro-batches for each rank
 
 
 def rows_of(subject: TimedModel, samples: int) -> list[tuple[str, int, int]]:
-    """Return the steps to time: a mode, micro-batches for each rank, samples in each.
+    """List the steps to time, as (mode, micro-batches per rank, samples per micro-batch).
 
     On GPUs they differ in the number of actions, on CPUs in the mode and in the size of an action.
     """

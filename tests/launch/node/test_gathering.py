@@ -12,7 +12,7 @@ RANKS = 4
 
 
 class Told:
-    """A gathering, and the messages that it has sent; `late` counts its requests to flush later."""
+    """A gathering that keeps the messages it sends; `late` counts how often it asked for a later flush."""
 
     def __init__(self) -> None:
         self.sent: list[FromAgent] = []

@@ -1,4 +1,4 @@
-"""Checks of the fused norms, run in a process with Triton's interpreter, or on a GPU: prints what is wrong."""
+"""Check the fused norms in Triton's interpreter or on a GPU, and print one line for each wrong result."""
 
 import itertools
 import sys
