@@ -353,10 +353,11 @@ def test_sharded_ranks_restart_from_the_disk_if_a_shard_is_lost(tmp_path: Path, 
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=checkpoint, min_nodes=1))
     live.wait_for("saved")
     wait_copied(live, 28)
-    for node in (1, 2):  # node 2 has the copy of node 1
-        os.kill(agent_of(live, node), signal.SIGSTOP)
-    for node in (1, 2):
-        os.kill(agent_of(live, node), signal.SIGKILL)
+    agents = [agent_of(live, node) for node in (1, 2)]  # node 2 has the copy of node 1
+    live.process.send_signal(signal.SIGSTOP)  # the supervisor learns of both losses at once
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    live.process.send_signal(signal.SIGCONT)
     assert live.end() == 0, live.err
     assert "the shards of rank 1 were lost with" in live.events("not_in_place")[-1]["why"]
     rows = [*read_lines(live.run.attempts)]
