@@ -201,9 +201,9 @@ class AlwaysWhole(Residency):
         """Wait for the flat parameters that a forward needs."""
         under_way = self._under_way
         if self._changed or (under_way and any(id(each) in under_way for each in flat_parameters)):
-            self._wait_for(flat_parameters)
+            wait = self._wait_apart if torch.compiler.is_compiling() else self._wait_for
+            wait(flat_parameters)
 
-    @_disable_dynamo  # a compiled block must not contain the wait, nor the marks of its time
     def _wait_for(self, flat_parameters: Sequence[FlatParameters]) -> None:
         self._start_late()
         for flat_parameter in flat_parameters:
@@ -211,6 +211,8 @@ class AlwaysWhole(Residency):
                 self._expected[id(flat_parameter)].end()
                 del self._under_way[id(flat_parameter)]
                 self._waiting(*waited)
+
+    _wait_apart = _disable_dynamo(_wait_for)  # a compiled block must not contain the wait, nor the marks of its time
 
     def _adopt(self) -> None:
         """Copy values that were loaded directly into the module into shards and masters."""

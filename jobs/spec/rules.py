@@ -109,6 +109,12 @@ class TrainRules(TrainFields):
         return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
 
     @property
+    def uses_compiler(self) -> bool:
+        """Whether ranks import PyTorch's compiler: for `compile`, or because other parts of PyTorch import it."""
+        others = self.activation_checkpointing or self.mode_name in ("ddp", "fsdp")
+        return self.compile or others or self.is_pipeline or self.splits_layers
+
+    @property
     def sync(self) -> Sync:
         """The way in which data-parallel ranks average gradients."""
         return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync

@@ -129,7 +129,10 @@ class Context:
 
 def preload(context: Context) -> str:
     """Return the modules that the warm process imports, separated by commas; "" if ranks execute a program."""
-    return "" if context.entry is None else f"torch,torch.distributed,{context.entry.partition(':')[0]}"
+    if context.entry is None:
+        return ""
+    compiler = ["torch._dynamo"] if getattr(context.job.settings, "uses_compiler", False) else []
+    return ",".join(["torch", "torch.distributed", *compiler, context.entry.partition(":")[0]])
 
 
 def shared_environment(context: Context, machine: NodeMachine, threads: int) -> tuple[EnvValue, ...]:

@@ -1,12 +1,17 @@
-"""The settings of a small training whose bits do not depend on the number of ranks."""
+"""The settings of a small training whose bits do not depend on the number of ranks.
 
+Its steps wait more than they compute, so that there is time to kill a rank, and for another one to join.
+"""
+
+from pathlib import Path
 from typing import Any, Final
 
 STEPS: Final = 60
+PACED: Final = f"{Path(__file__).with_name('paced_tokens.py')}:sets"
 TRAIN: Final[dict[str, Any]] = {
-    "model": {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1},
-    "data": "synthetic",
-    "mode": "allreduce",
+    "model": {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1, "vocabulary": 64},
+    "data": {"make": PACED, "args": {"context": 32, "vocabulary": 64, "pause_s": 0.02}},
+    "mode": "flat",
     "exact": True,
     "virtual_ranks": 12,
     "batch_size": 24,

@@ -67,7 +67,8 @@ ranks = []
 for environment in environments:
     if (rank := os.fork()) == 0:
         os.environ.update(environment)
-        os._exit(run_rank(payload))
+        code = run_rank(payload)
+        os._exit(code or 9 * ("torch._dynamo" in sys.modules))  # what no part of these modes needs
     ranks.append(rank)
 sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 """
@@ -75,10 +76,11 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mode", "size"), [("single", 1), ("bucketed", 2)])
-def test_ranks_train_and_save_without_pydantic_and_yaml(mode: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "size"), [("single", 1), ("bucketed", 2), ("zero3", 2)])
+def test_ranks_train_and_save_without_pydantic_yaml_and_a_compiler(mode: str, size: int, tmp_path: Path) -> None:
     section = {"model": GPT, "data": "synthetic", "mode": mode, "batch_size": 8, "steps": 3, "log_every": 1}
     job = job_of({**section, "evaluate": False}, checkpoint={"every_steps": 2})
+    assert not job.settings.uses_compiler
     with ports.bind("127.0.0.1", backlog=1) as free:
         port = free.getsockname()[1]
     run = str(tmp_path / "run")

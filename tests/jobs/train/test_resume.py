@@ -9,6 +9,7 @@ import pytest
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.runfolder.rundir import RunDir
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
+from support.soak import only_some
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -33,15 +34,19 @@ def parts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "mode"),
-    [
-        *((VGG, mode) for mode in ("single", "ddp", "zero3")),  # buffers, and buckets that are dealt anew
-        *((GPT, mode) for mode in ("single", "ddp", "gather_scatter", "allreduce", "flat", "overlap", "bucketed")),
-        *((GPT, mode) for mode in ("zero1", "fsdp")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value["optimizer"]["name"],
+    "case",
+    only_some(
+        [
+            *("vgg single", "vgg ddp", "vgg zero3"),  # buffers, and buckets that are dealt anew
+            *("gpt single", "gpt ddp", "gpt gather_scatter", "gpt allreduce", "gpt flat", "gpt overlap"),
+            *("gpt bucketed", "gpt zero1", "gpt fsdp"),
+        ],
+        ["vgg ddp", "vgg zero3", "gpt bucketed", "gpt zero1", "gpt fsdp"],
+    ),
 )
-def test_two_resumes_within_an_epoch_change_no_bit(on_ranks, whole, parts, settings, mode):
+def test_two_resumes_within_an_epoch_change_no_bit(on_ranks, whole, parts, case):
+    model, mode = case.split()
+    settings = {"vgg": VGG, "gpt": GPT}[model]
     # On three ranks the order of a sum shows: PyTorch's DDP deals its buckets anew after the first backward it sees.
     size = 1 if mode == "single" else 3
     job = {**settings, "mode": mode}
