@@ -110,4 +110,7 @@ def ending_of(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return exits.STOPPED, "stopped by the user"
+    if isinstance(error, SystemExit):
+        code = FAILED if not isinstance(error.code, int | None) else (error.code or 0) & 0xFF
+        return code, f"rank 0 ended with exit code {code}" if code else "done"
     return FAILED, f"rank 0: {type(error).__name__}: {error}"
