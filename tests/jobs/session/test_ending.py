@@ -13,7 +13,7 @@ import pytest
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import StorageError
 from muster.jobs.basics.files import read_lines
-from muster.jobs.runfolder.direct import record
+from muster.jobs.runfolder.direct import record, write_end
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.session.place import read_place
 from muster.jobs.session.session import Session
@@ -177,3 +177,8 @@ def test_a_training_that_leaves_by_a_system_exit_is_recorded_with_its_code(
         record(RunDir(tmp_path), 0, work)
     [row] = read_lines(RunDir(tmp_path).attempts)
     assert (row["code"], row["class"]) == (code, exits.class_of(code))
+
+
+def test_an_end_that_cannot_be_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_end(RunDir(tmp_path / "removed"), 0, 1.0, 0, "done")
+    assert capsys.readouterr().err.startswith("muster: the end of the run was not recorded: ")
