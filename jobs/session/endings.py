@@ -138,9 +138,10 @@ class ProgramEnd:
         def leave(status: Any = None, /) -> NoReturn:
             raise SystemExit(status)
 
-        (names,) = (each for each in gc.get_referents(SystemExit.__dict__) if isinstance(each, dict))
-        names["code"] = property(read, before.__set__, before.__delete__, before.__doc__)
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+        for names in gc.get_referents(SystemExit.__dict__):  # the dict behind the read-only view
+            if isinstance(names, dict):
+                names["code"] = property(read, before.__set__, before.__delete__, before.__doc__)
+                ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
         sys.exit = leave
         own = vars(sys.modules["__main__"])
         own.update({name: leave for name, value in own.items() if value is built_in})
