@@ -2,14 +2,13 @@
 
 an exception of the program   prints its traceback, then the rank and the step; exit code 1
 an error of Muster's          prints one line; exit code of the error's class
-sys.exit(3)                   recorded as exit code 3, if nothing catches it; the same with raise SystemExit(3)
+sys.exit(3)                   recorded as exit code 3, if nothing catches it
+raise SystemExit(3)           recorded as failed, with an unknown exit code
 os._exit(3), a signal         not recorded, because nothing of the program runs any more; the run is then `lost`
 a request to stop             the ranks agree on a step, save, and exit with 75 (jobs/session/loop.py)
 """
 
-import ctypes
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -109,7 +108,7 @@ def report_errors(
 class ProgramEnd:
     """How this process ends, as far as its own code can see.
 
-    `status`: what `sys.exit` or `raise SystemExit` was given when it ended the program. `seen`: it did end it.
+    `status`: what `sys.exit` was given when it ended the program. `seen`: it did end it.
     """
 
     def __init__(self) -> None:
@@ -121,29 +120,29 @@ class ProgramEnd:
         self._outermost = frame
 
     def watch(self) -> None:
-        """See every SystemExit that ends the program from now on. No hook of Python's does this.
+        """Make `sys.exit` raise an exception that shows whether it ends the program. No hook of Python's does this.
 
-        The interpreter then reads its attribute `code` from C, so no frame is below the property's. Code that catches
-        it reads the attribute from a frame, or not at all. Before Python 3.12 the built-in `sys.exit` gives the
-        interpreter no exception object, so it is replaced here and in the program's own names.
+        The interpreter then reads the attribute `code` of the exception from C, so no frame is below the property's.
+        Code that catches the exception reads it from a frame, or not at all.
         """
-        before, built_in = SystemExit.__dict__["code"], sys.exit
+        end = self
 
-        def read(error: SystemExit) -> Any:
-            status = before.__get__(error)
-            if sys._getframe().f_back is None:
-                self.status, self.seen = status, True
-            return status
+        class ProgramExit(SystemExit):
+            @property
+            def code(self) -> Any:  # type: ignore[override]
+                status = self.args[0] if self.args else None
+                if sys._getframe().f_back is None:
+                    end.status, end.seen = status, True
+                return status
+
+            def __reduce__(self) -> tuple[Any, ...]:  # worker processes send exceptions to their parent
+                return SystemExit, self.args
 
         def leave(status: Any = None, /) -> NoReturn:
-            raise SystemExit(status)
+            raise ProgramExit(status)
 
-        for names in gc.get_referents(SystemExit.__dict__):  # the dict behind the read-only view
-            if isinstance(names, dict):
-                names["code"] = property(read, before.__set__, before.__delete__, before.__doc__)
-                ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-        sys.exit = leave
-        own = vars(sys.modules["__main__"])
+        ProgramExit.__name__ = ProgramExit.__qualname__ = SystemExit.__name__
+        own, built_in, sys.exit = vars(sys.modules["__main__"]), sys.exit, leave
         own.update({name: leave for name, value in own.items() if value is built_in})
 
     def error(self) -> BaseException | None:
