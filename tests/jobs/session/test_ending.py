@@ -109,7 +109,7 @@ def ran(folder: Path, last: str) -> tuple[subprocess.CompletedProcess[str], list
         ("sys.exit('no more data')", 1, "rank 0 ended with exit code 1"),
         ("sys.exit()", 0, "done"),
         ("own_exit(5)", 5, "rank 0 ended with exit code 5"),
-                ("ArgumentParser().error('no')", 2, "rank 0 ended with exit code 2"),
+        ("ArgumentParser().error('no')", 2, "rank 0 ended with exit code 2"),
         ("raise KeyboardInterrupt", 130, "stopped by the user"),
         ("raise ValueError('x')", 1, "rank 0: ValueError: x"),
         ("sys.excepthook = print\nraise ValueError('x')", 1, "rank 0: ValueError: x"),
