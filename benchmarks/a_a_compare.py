@@ -228,7 +228,8 @@ def main() -> int:
             paths = measured(args.keep or Path(folder), args, 60 * args.minutes)
         arms = [arms_of(path) for path in paths]
     machine = noise([each["A"] for each in arms])
-    print(f"launches of A spread by {machine['spread_of_three']:.0%} (of three), foreign load {machine['foreign']:.0%}")
+    print(f"launches of A spread by {machine['spread_of_three']:.0%} (of three)")
+    print(f"other programs used {machine['foreign']:.0%} of the CPUs")
     launches = len({block.launch for block in arms[0]["A"]})
     rows = rows_from([compared(each) for each in arms], launches)
     facts = {"comparisons": len(arms), "launches": launches, "seconds": time.monotonic() - started, **machine}

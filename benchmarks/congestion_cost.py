@@ -1,9 +1,14 @@
-"""What TCP's congestion control costs collectives here: bbr against reno, in a network namespace of its own.
+"""Measure how much slower collectives are with TCP's congestion control bbr than with reno.
 
-Runs take turns (reno bbr bbr reno ...), each a job of two ranks over gloo and a private loopback whose setting is
-changed; nothing else on the machine is. `results/compare.py` pairs the launches and judges each row, `causes.py` says
-what it would tell a user whose result holds both. Nothing is to be reached: the number is the finding's, 1.35x on
-all_reduce and 2.2x on a send of 100 MB when it was first measured.
+Each run is a job of two ranks that talk over gloo through a loopback interface. `unshare` gives each run a network
+namespace, so its congestion control can be changed without affecting the machine. The runs alternate:
+
+    reno  bbr  bbr  reno  reno  bbr  ...        `--turns` runs of each, so slow drifts of the machine cancel out
+
+The output has one row per operation and size: the time with bbr divided by the time with reno, the interval of this
+ratio, and the verdict of `muster bench compare`. Below are the lines on congestion control that `muster bench` would
+print for a result with runs of both kinds. There is no target to reach. The first measurement gave 1.35x for all_reduce
+and 2.2x for a send of 100 MB; `collectives_bench/results/causes.py` quotes these numbers.
 
     sudo .venv/bin/python benchmarks/congestion_cost.py [--quick] [--one bbr] [--other reno] [--turns 4]
 """

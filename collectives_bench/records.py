@@ -120,7 +120,7 @@ class WireBytes(Strict):
 
 
 class ForeignLoad(Strict):
-    """The load by other processes on the busiest host during a block, as shares of the time of all its cores."""
+    """The shares of the busiest host's CPUs that other programs and other guests (steal) used during a block."""
 
     foreign: float
     steal: float

@@ -155,6 +155,15 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ahead.close()
 
 
+def test_equal_transcripts_are_followed_once_and_in_their_order() -> None:
+    """Before, the first of two equal ones waited for the second, behind all between them."""
+    called: list[str] = []
+    ahead = Ahead(called.append, ["a", "b", "a", "c"])
+    assert [ahead.result(key) for key in ("a", "b", "a", "c")] == [None] * 4
+    ahead.close()
+    assert sorted(called) == ["a", "b", "c"]
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("transcript", all_transcripts(), ids=lambda transcript: transcript.steps[0][0])

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +47,12 @@ class Made:
     said_of_module: str
 
 
-def copy_to(folder: Path) -> Path:
+def copy_to(folder: Path, packages: Sequence[str] = PACKAGES) -> Path:
     """Copy what setup.sh reads into a folder."""
     folder.mkdir(parents=True)
     for name in ("setup.sh", "pyproject.toml"):
         shutil.copy2(REPOSITORY / name, folder / name)
-    for name in ("requirements", *PACKAGES):
+    for name in ("requirements", *packages):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
@@ -288,6 +288,28 @@ def torch_wheel(version: str, cuda: str) -> bytes:
     return wheel("torch", version, files, requires="not-listed")
 
 
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Call setup.sh in a folder without pins and packages: the virtual environment and pip take most of the time."""
+    folder = copy_to(tmp_path_factory.mktemp("setup") / "launcher", packages=())
+    (folder / "muster").mkdir()
+    require(folder)
+    ended = setup(folder, "--launcher-only", environ=NO_NETWORK)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@pytest.fixture
+def ready(launcher: Path, tmp_path: Path) -> Path:
+    """A copy of that folder with its virtual environment, as if setup.sh had been called there."""
+    folder = tmp_path / "copy"
+    shutil.copytree(launcher, folder, symlinks=True)
+    state = folder / ".venv/setup.state"
+    state.write_text(state.read_text().replace(f"repository={launcher}\n", f"repository={folder}\n"))
+    assert "ready, nothing to do" in setup(folder, "--launcher-only", environ=NO_NETWORK).stdout
+    return folder
+
+
 @pytest.fixture
 def index() -> Iterator[PackageIndex]:
     with serving(PackageIndex()) as served:
@@ -306,22 +328,22 @@ def require(copy: Path, **files: str) -> None:
 
 
 def test_a_changed_wheel_is_refused_in_one_line_and_without_hashes_it_is_installed(
-    copy: Path, index: PackageIndex
+    ready: Path, index: PackageIndex
 ) -> None:
     listed, offered = (wheel("leaf", "1.0", {"leaf.py": f"value = {value}"}) for value in (1, 2))
     index.add("leaf", "1.0", offered)
-    require(copy, core=pin("leaf", "1.0", sha256(listed)))
-    refused = error_of(setup(copy, "--launcher-only", environ=using(index)), 1)
+    require(ready, core=pin("leaf", "1.0", sha256(listed)))
+    refused = error_of(setup(ready, "--launcher-only", environ=using(index)), 1)
     assert f"the file of leaf==1.0 has the SHA-256 {sha256(offered)}, expected one that requirements/ lists" in refused
     assert refused.endswith("If your package mirror rebuilds wheels, call again with --no-hashes")
-    assert not list(copy.glob(".venv/lib/*/site-packages/leaf.py"))
-    taken = setup(copy, "--launcher-only", "--no-hashes", environ=using(index))
+    assert not list(ready.glob(".venv/lib/*/site-packages/leaf.py"))
+    taken = setup(ready, "--launcher-only", "--no-hashes", environ=using(index))
     assert taken.returncode == 0, taken.stdout + taken.stderr
-    assert packages_of(copy / ".venv").joinpath("leaf.py").read_text() == "value = 2"
+    assert packages_of(ready / ".venv").joinpath("leaf.py").read_text() == "value = 2"
     # It stays so: the next version is installed from the same mirror by a plain call.
     index.add("leaf", "1.1", wheel("leaf", "1.1", {"leaf.py": "value = 3"}))
-    require(copy, core=pin("leaf", "1.1", sha256(listed)))
-    later = setup(copy, "--launcher-only", environ=using(index))
+    require(ready, core=pin("leaf", "1.1", sha256(listed)))
+    later = setup(ready, "--launcher-only", environ=using(index))
     assert later.returncode == 0, later.stdout + later.stderr
 
 
@@ -330,7 +352,7 @@ def test_a_changed_wheel_is_refused_in_one_line_and_without_hashes_it_is_install
     [(["--cpu"], True, True), ([], False, True), ([], True, False), (["--cuda"], False, False)],
 )
 def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda(
-    copy: Path, index: PackageIndex, options: list[str], driver: bool, cpu: bool
+    ready: Path, index: PackageIndex, options: list[str], driver: bool, cpu: bool
 ) -> None:
     leaf = index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": ""}))
     library = index.add("nvidia_x", "1.0", wheel("nvidia_x", "1.0", {"nvidia_x.py": ""}))
@@ -338,30 +360,30 @@ def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda
     with serving(PackageIndex()) as cpu_index:
         local = cpu_index.add("torch", "9.0+cpu", torch_wheel("9.0+cpu", "None"))
         cpu_index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": "raise SystemExit('the wrong one')"}))
-        script = (copy / "setup.sh").read_text()
+        script = (ready / "setup.sh").read_text()
         named = "CPU_INDEX=https://download.pytorch.org/whl/cpu\n"
         files = "DRIVER_FILES=(/dev/nvidiactl /proc/driver/nvidia/version /dev/dxg)"
         assert named in script
         assert files in script
         script = script.replace(named, f"CPU_INDEX={cpu_index.address}\n")
-        (copy / "setup.sh").write_text(script.replace(files, f"DRIVER_FILES=(/none {'/dev/null' if driver else ''})"))
+        (ready / "setup.sh").write_text(script.replace(files, f"DRIVER_FILES=(/none {'/dev/null' if driver else ''})"))
         hashes = f"torch==9.0 \\\n    --hash=sha256:{plain} \\\n    --hash=sha256:{local}\n"
-        require(copy, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
-        ended = setup(copy, *options, environ=using(index))
+        require(ready, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
+        ended = setup(ready, *options, environ=using(index))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert f"torch 9.0{'+cpu' if cpu else ''}" in ended.stdout
         assert set(cpu_index.asked) == ({"torch"} if cpu else set())
         assert set(index.asked) == ({"leaf"} if cpu else {"leaf", "torch", "nvidia-x"})
         assert ("call ./setup.sh --cuda" in ended.stdout) == (not options and not driver)
-        assert "nothing to do" in setup(copy, environ=using(index)).stdout  # a plain call keeps the build
+        assert "nothing to do" in setup(ready, environ=using(index)).stdout  # a plain call keeps the build
         # A build that is listed nowhere is refused, whatever its index says about it.
         (cpu_index if cpu else index).add("torch", "9.1+cpu", torch_wheel("9.1+cpu", "None"))
-        require(copy, torch=pin("leaf", "1.0", leaf) + hashes.replace("9.0", "9.1"))
-        refused = error_of(setup(copy, *options, environ=using(index)), 1)
+        require(ready, torch=pin("leaf", "1.0", leaf) + hashes.replace("9.0", "9.1"))
+        refused = error_of(setup(ready, *options, environ=using(index)), 1)
         assert "the file of torch==9.1+cpu has the SHA-256" in refused
         if not options and not driver:  # the default can be changed later
-            require(copy, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
-            assert "torch 9.0)" in setup(copy, "--cuda", environ=using(index)).stdout
+            require(ready, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
+            assert "torch 9.0)" in setup(ready, "--cuda", environ=using(index)).stdout
 
 
 @needs_root

@@ -23,7 +23,7 @@ from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.rows import BenchRow, rows_of
 from muster.jobs.basics.errors import RefusedError
 
-QUIET: Final = 0.10  # load by other processes; if enough launches have less, only those are used
+QUIET: Final = 0.10  # share of the CPUs used by other programs; if enough launches have less, only those are used
 LEAST_QUIET: Final = 3  # launches
 LARGE: Final = 1 << 18  # bytes, from which the costs of a byte exceed those of a call
 

@@ -1,4 +1,4 @@
-"""The load that other processes cause on the hosts during a block (`jobs/machine/load.py`).
+"""How much other programs use the CPUs of the hosts during a block (`jobs/machine/load.py`).
 
 The kernel counts in ticks, so the load of a short block is measured over the last WINDOW_S seconds before its end,
 which may include earlier blocks.

@@ -1,8 +1,8 @@
 """Find the parts of the environment that change a result's numbers, and estimate their cost.
 
 This module uses the facts that hosts record; `symptoms.py` uses the numbers themselves. If the result contains both
-sides (runs with different congestion control, worlds with and without enough cores, blocks with and without foreign
-load), the cost is computed from the result. Otherwise the finding quotes a cost measured elsewhere, and says so.
+sides (runs with different congestion control, worlds with and without enough cores, blocks with and without other
+programs), the cost is computed from the result. Otherwise the finding quotes a cost measured elsewhere, and says so.
 """
 
 import re

@@ -202,12 +202,18 @@ def _late_rank(blocks: Sequence[Block]) -> int | None:
 
 def _flags_of_load(blocks: Sequence[Block]) -> tuple[str, ...]:
     flags = []
-    for word, limit, shares in (
-        ("foreign load", FOREIGN_LIMIT, [block.load.foreign for block in blocks if block.load]),
-        ("steal", STEAL_LIMIT, [block.load.steal for block in blocks if block.load]),
+    for what, of, limit, shares in (
+        (
+            "other programs used up to",
+            "of the CPUs",
+            FOREIGN_LIMIT,
+            [block.load.foreign for block in blocks if block.load],
+        ),
+        ("steal", "", STEAL_LIMIT, [block.load.steal for block in blocks if block.load]),
     ):
         if above := [share for share in shares if share > limit]:
-            flags.append(f"{word} {max(above):.0%} ({len(above)} of {len(shares)} launches)")
+            share = f"{what} {max(above):.0%} {of}".rstrip()
+            flags.append(f"{share} ({len(above)} of {len(shares)} launches)")
     return tuple(flags)
 
 

@@ -1,4 +1,4 @@
-"""Find environment problems that the numbers show: few cores, foreign load, a late rank, slow first calls."""
+"""Find environment problems that the numbers show: few cores, other programs, a late rank, slow first calls."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.stats import quantile
 
 SMALL_BYTES: Final = 2**20
-LOADED: Final = 0.30  # loads by other processes above this have made calls 1.24x slower (median)
+LOADED: Final = 0.30  # CPU use by other programs above this has made calls 1.24x slower (median)
 FIRST_CALL_SHARE: Final = 3.0  # first calls slower than this multiple of the median are reported
 LEAST_LATE_ROWS: Final = 2
 
@@ -103,8 +103,8 @@ def _cost_of_crowd(
     return cell, times[fits, cell], times[crowded, cell]
 
 
-def foreign_load(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report the load by other processes on the hosts. Blocks of one cell with and without such load show its cost."""
+def other_programs(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
+    """Report that other programs used the CPUs of the hosts. Blocks of one cell with and without them show the cost."""
     loaded = [block for block in result.blocks if block.load and block.load.foreign > FOREIGN_LIMIT]
     if not loaded:
         return
@@ -114,9 +114,9 @@ def foreign_load(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
     if ratios:
         cost = f"loaded blocks took {log_mean(ratios):.2f}x as long as quiet ones, measured here ({len(ratios)} rows)"
     else:
-        cost = "seen elsewhere, with more than 30 % load: 1.24x (median), up to 2x; not measured here"
+        cost = "seen elsewhere, when they used more than 30 %: 1.24x (median), up to 2x; not measured here"
     yield Finding(
-        "other processes used the cores",
+        "other programs used the CPUs",
         f"{len(loaded)} of {counted(len(result.blocks), 'block')}, up to {max(shares):.0%} of a host's time"
         + (f", on {', '.join(hosts[:3])}" if hosts else ""),
         cost,
@@ -214,7 +214,7 @@ def first_calls(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
 SYMPTOMS: Final[tuple[Callable[[Result, Sequence[BenchRow]], Iterator[Finding]], ...]] = (
     too_few_cores,
     late_rank,
-    foreign_load,
+    other_programs,
     steal,
     first_calls,
 )

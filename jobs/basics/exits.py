@@ -60,3 +60,10 @@ def class_of(code: int) -> str:
         if row.code == code:
             return row.name
     return "signal" if SIGNAL_BASE < code < SIGNAL_BASE + 65 else FAILED_CLASS
+
+
+def of_system_exit(status: object) -> tuple[int, str]:
+    """Return the exit code of a program that `SystemExit(status)` ends, and the text that Python prints for it."""
+    if status is None or isinstance(status, int):
+        return (status or 0) & 0xFF, ""
+    return 1, str(status)

@@ -1,7 +1,7 @@
-"""The load of this host: the share of its CPU time used by other processes, and the share stolen by the hypervisor.
+"""The load of this host: the share of its CPUs used by other programs, and the share stolen by the hypervisor.
 
-    foreign = (busy - used by our processes) / (time x cores)        busy = user + nice + system of /proc/stat
-    steal   = given to other guests by the hypervisor / (time x cores)
+    other programs = (busy - used by our processes) / (time x cores)        busy = user + nice + system of /proc/stat
+    stolen         = given to other guests by the hypervisor / (time x cores)
 
 /proc/stat counts in ticks of 10 ms.
 """
@@ -46,9 +46,10 @@ def read() -> Reading:
 
 
 def shares(before: Reading, after: Reading, own_s: float | None = None) -> tuple[float, float]:
-    """Return the foreign and the stolen share between two readings; 0 if they are less than a tick apart.
+    """Return the share of other programs and the stolen share between two readings.
 
-    `own_s` is the CPU time that all our processes used in between; by default, this process and its children.
+    Both are 0 if the readings are less than a tick apart. `own_s` is the CPU time that all our processes used between
+    them; by default, this process and its children.
     """
     total_s = after.all_s - before.all_s
     if total_s <= 0:

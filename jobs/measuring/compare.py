@@ -6,7 +6,7 @@ lower quartile of their calls (`sides.values_of` explains why). Tests and interv
 **Interleaved or not.** Launches that alternate in time (A B B A ...) are paired with their neighbours. Both launches of
 a pair see the same machine load, and drift cancels. If the results were measured at different times, drift cannot be
 distinguished from a real difference. A significant difference must then exceed 5 % plus twice the drift within either
-result, and there is no verdict at all if other programs used more than 30 % of a host's CPU time.
+result, and there is no verdict at all if other programs used more than 30 % of a host's CPUs.
 
 **The family.** If two results are equal, at most 2 % of comparisons report any row as better or worse, for any number
 of rows. Half of the 2 % is spent on the median over all rows, which is less noisy than any single row. The other half
@@ -38,9 +38,9 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import Shift, student_quantile, unpaired_ranks
 from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 
-FOREIGN_LIMIT: Final = 0.05  # a row is flagged if other processes used more than this share of CPU time
+FOREIGN_LIMIT: Final = 0.05  # a row is flagged if other programs used more than this share of the CPUs
 ALPHA: Final = 0.02  # chance of any false verdict in a comparison
-HOGGED: Final = 0.30  # share of CPU time of other processes above which results of different times are not compared
+HOGGED: Final = 0.30  # share of the CPUs used by other programs above which results of different times are not compared
 TO_FIND: Final = math.log(1.10)  # the difference to detect with the estimated number of launches
 MISSED: Final = 0.05  # accepted probability that such a difference is not detected
 MANY: Final = 1000  # degrees of freedom with which Student's t is almost a normal distribution
@@ -170,13 +170,13 @@ def _by_launches(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] 
 
 
 def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
-    """Refuse a verdict if other programs loaded the hosts, unless both sides were affected equally."""
+    """Refuse a verdict if other programs used the CPUs of the hosts, unless both sides were affected equally."""
     x, y = ([share for share in row.launch_foreign if share is not None] for row in (before, after))
     if not x or not y:
         return None
     interleaved = sides_of(before, after).interleaved
     share, other = median(x), median(y)
-    found = f"other processes used {share:.0%} of the cores before, {other:.0%} after"
+    found = f"other programs used {share:.0%} of the CPUs before, {other:.0%} after"
     # Shares in short blocks are noisy, so with interleaved launches only a significant difference counts.
     if abs(share - other) > FOREIGN_LIMIT and (not interleaved or unpaired_ranks(x, y).p_value() <= ALPHA):
         return "no verdict", found

@@ -30,7 +30,7 @@ class LaunchTimes:
     high_us: float
     time: float  # end of the launch, in Unix seconds
     quartile_us: float | None  # None if the samples were not kept
-    foreign: float | None = None  # share of CPU time used by others on the worst host
+    foreign: float | None = None  # share of the CPUs used by other programs, on the host where it is largest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,10 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
         os.environ[ranks.STATUS_FD] = ranks.descriptor_text(reports)
         code = _call(start)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code, text = exits.of_system_exit(end.code)
+        if text:
+            with suppress(OSError):  # the disk is full
+                print(text, file=sys.stderr)
     except BaseException as error:
         # Catch everything, because a forked child must not return into its parent's code.
         traceback.print_exc()

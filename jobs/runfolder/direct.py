@@ -1,6 +1,7 @@
 """Write the run folder of a job without an agent: rank 0 creates the attempt and records the main events."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -94,9 +95,12 @@ def write_end(run: RunDir, attempt: int, began: float, code: int, message: str) 
     """Record the end of an attempt that began at `began` (unix seconds)."""
     verdict = {"code": code, "class": exits.class_of(code), "message": message}
     row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict}
-    with suppress(MusterError):  # if the disk is full, an earlier write has reported that
+    try:
         append_line(run.attempts, {**row, "next_step": "", "first": None, "victims": []})
         event(run, "ended", {"attempt": attempt, **verdict})
+    except MusterError as error:
+        with suppress(OSError):  # standard error may be on the same full disk
+            print(f"muster: the end of the run was not recorded: {error}", file=sys.stderr, flush=True)
 
 
 def event(run: RunDir, name: str, values: Mapping[str, Any]) -> None:
@@ -110,4 +114,7 @@ def ending_of(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return exits.STOPPED, "stopped by the user"
+    if isinstance(error, SystemExit):
+        code, _ = exits.of_system_exit(error.code)
+        return code, f"rank 0 ended with exit code {code}" if code else "done"
     return FAILED, f"rank 0: {type(error).__name__}: {error}"

@@ -3,6 +3,8 @@
 an exception of the program   prints its traceback, then the rank and the step; exit code 1
 an error of Muster's          prints one line; exit code of the error's class
 sys.exit(3)                   recorded as exit code 3, if nothing catches it
+raise SystemExit(3)           recorded as failed, with an unknown exit code
+os._exit(3), a signal         not recorded, because nothing of the program runs any more; the run is then `lost`
 a request to stop             the ranks agree on a step, save, and exit with 75 (jobs/session/loop.py)
 """
 
@@ -12,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from opcode import opname
 from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
@@ -102,29 +105,55 @@ def report_errors(
     sys.excepthook = report
 
 
-def report_exit(ended: Callable[[int], None]) -> None:
-    """Make `sys.exit` pass its exit code to `ended` if it ends the program. No hook of Python's does this.
+class ProgramEnd:
+    """How this process ends, as far as its own code can see.
 
-    The interpreter then reads the attribute `code` of the exception from C, so no frame is below the property's. Code
-    that catches the exception reads it from a frame, or not at all.
+    `status`: what `sys.exit` was given when it ended the program. `seen`: it did end it.
     """
 
-    class ProgramExit(SystemExit):
-        @property
-        def code(self) -> Any:  # type: ignore[override]
-            status = self.args[0] if self.args else None
-            if sys._getframe().f_back is None:
-                ended(0 if status is None else status if isinstance(status, int) else 1)
-            return status
+    def __init__(self) -> None:
+        self.status: Any = None
+        self.seen = False
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        self._outermost = frame
 
-        def __reduce__(self) -> tuple[Any, ...]:  # worker processes send exceptions to their parent
-            return SystemExit, self.args
+    def watch(self) -> None:
+        """Make `sys.exit` raise an exception that shows whether it ends the program. No hook of Python's does this.
 
-    def leave(status: Any = None, /) -> NoReturn:
-        raise ProgramExit(status)
+        The interpreter then reads the attribute `code` of the exception from C, so no frame is below the property's.
+        Code that catches the exception reads it from a frame, or not at all.
+        """
+        end = self
 
-    ProgramExit.__name__ = ProgramExit.__qualname__ = SystemExit.__name__
-    sys.exit = leave
+        class ProgramExit(SystemExit):
+            @property
+            def code(self) -> Any:  # type: ignore[override]
+                status = self.args[0] if self.args else None
+                if sys._getframe().f_back is None:
+                    end.status, end.seen = status, True
+                return status
+
+            def __reduce__(self) -> tuple[Any, ...]:  # worker processes send exceptions to their parent
+                return SystemExit, self.args
+
+        def leave(status: Any = None, /) -> NoReturn:
+            raise ProgramExit(status)
+
+        ProgramExit.__name__ = ProgramExit.__qualname__ = SystemExit.__name__
+        own, built_in, sys.exit = vars(sys.modules["__main__"]), sys.exit, leave
+        own.update({name: leave for name, value in own.items() if value is built_in})
+
+    def error(self) -> BaseException | None:
+        """Return the exception that ended the program, even if the program has replaced the exception hook."""
+        return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # interactive Python continues
+
+    def ran_through(self) -> bool:
+        """Return whether the program came to its end: the outermost frame of the main thread has returned."""
+        if self._outermost is None or hasattr(sys, "ps1"):
+            return True
+        return opname[self._outermost.f_code.co_code[self._outermost.f_lasti]].startswith("RETURN")
 
 
 def is_lost_peer(error: BaseException) -> bool:

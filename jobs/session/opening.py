@@ -9,7 +9,7 @@ from typing import Final
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
-from muster.jobs.session.endings import open_page, report_errors, report_exit
+from muster.jobs.session.endings import open_page, report_errors
 from muster.jobs.session.place import RankPlace, meeting_variables, read_place
 from muster.jobs.session.session import Session
 
@@ -41,7 +41,7 @@ def session(name: str | None = None, *, runs: str | None = None, tensorboard: bo
     open_page(place)
     made = Session(place, runs=runs, tensorboard=tensorboard)
     report_errors(made._reporter, made.rank, made.steps_done, made.failed)
-    report_exit(made.exited)
+    made.end.watch()
     atexit.register(_at_exit, made, os.getpid())
     return made
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.basics.files import folder_error
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
-from muster.jobs.runfolder.direct import ending_of, write_end
+from muster.jobs.runfolder.direct import FAILED, ending_of, write_end
 from muster.jobs.session import starting
+from muster.jobs.session.endings import ProgramEnd
 from muster.jobs.session.log import SessionLog, logger_of
 from muster.jobs.session.loop import Loop
 from muster.jobs.session.place import RankPlace
@@ -62,7 +63,7 @@ class Session:
         self._reporter = Reporter(os.environ)
         self._loop_made: Loop | None = None
         self._error: BaseException | None = None
-        self._exit_code = 0
+        self.end = ProgramEnd()
         self._samplers: list[Sampler] = []
         self._joined: State | None = None
         self._is_closed = False
@@ -320,21 +321,23 @@ class Session:
         self._error = error
         self.close()
 
-    def exited(self, code: int) -> None:
-        """Record the exit code with which `sys.exit` ends the program."""
-        self._exit_code = code
-
     def close(self) -> None:
         """End the session with the program: wait for a save in flight; without a supervisor, record the outcome."""
         loop = self._loop_made
         if loop is None or self._is_closed:
             return
         self._is_closed = True
-        if self._error is None:
-            loop.settle()
-        if loop.start.direct and self.is_main:
-            code, message = self._outcome(loop.stopped_with)
-            write_end(loop.start.run, loop.start.attempt, self._began, code, message)
+        self._error = self._error or self.end.error()
+        try:
+            if self._error is None:
+                loop.settle()
+        except MusterError as error:
+            self._error = error
+            raise
+        finally:
+            if loop.start.direct and self.is_main:
+                code, message = self._outcome(loop.stopped_with)
+                write_end(loop.start.run, loop.start.attempt, self._began, code, message)
         if self._error is None:
             ranks = loop.ranks
             self._loop_made = self._joined = loop = None  # references to a process group would keep its threads alive
@@ -347,8 +350,11 @@ class Session:
             return stopped_with, exits.class_of(stopped_with)
         if self._error is not None:
             return ending_of(self._error)
-        code = self._exit_code
-        return (code, f"rank 0 ended with exit code {code}") if code else (exits.DONE, "done")
+        if self.end.seen:
+            return ending_of(SystemExit(self.end.status))
+        if self.end.ran_through():
+            return exits.DONE, "done"
+        return FAILED, "rank 0 did not say how it ended; its exit code is not known"
 
 
 def make_folders(path: Path) -> None:

@@ -67,7 +67,7 @@ class Launch(Strict):
     warm_up: NonNegative
     steps: NonNegative
     time: UnixTime
-    foreign: Share | None = None  # share of CPU time used by other processes meanwhile
+    foreign: Share | None = None  # share of the CPUs used by other programs meanwhile
 
 
 class TimingSummary(Strict):

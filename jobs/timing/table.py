@@ -174,7 +174,7 @@ def _line(labels: Sequence[Column], numbers: Sequence[Column], measured: ModelRo
 
 
 def _footer(timing: TimingRecords) -> list[str]:
-    """Return lines that describe the effect of the warm-up, the columns, and the load of other processes."""
+    """Return lines that describe the effect of the warm-up, the columns, and the CPU use of other programs."""
     lines, rows = [], [row for row in timing.rows if row.summary is not None]
     slow = [(row, row.first_s / row.summary.min_s) for row in rows if row.summary and row.first_s and row.summary.min_s]
     if slow:
@@ -195,7 +195,7 @@ def _footer(timing: TimingRecords) -> list[str]:
         lines.append(f"# rate: {units}; work: operations that the model needs{share}; memory: peak {of_cpu}")
     foreign = max((each.foreign or 0.0 for row in timing.rows for each in row.launches), default=0.0)
     if foreign > FOREIGN_LIMIT:
-        lines.append(f"# other processes used up to {foreign:.0%} of the cores during a launch")
+        lines.append(f"# other programs used up to {foreign:.0%} of the CPUs during a launch")
     return lines
 
 

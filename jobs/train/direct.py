@@ -48,6 +48,10 @@ def main(args: argparse.Namespace) -> NoReturn:
         code = guarded(lambda reporter: take_part(args, reporter))
     except KeyboardInterrupt:
         complain("muster: stopped by the user")
+    except SystemExit as end:  # from the user's code
+        code, text = exits.of_system_exit(end.code)
+        if text:
+            complain(text)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # on a full disk or a closed pipe, only the exit code matters now

@@ -111,9 +111,11 @@ def _note(state: RunState) -> str | None:
     if state.state == "lost":
         resumes = state.checkpoint is not None or state.kind == "command"
         run = RunDir(Path(state.path))
-        ways = f"{run.command('resume')} resumes the run, " * resumes
+        resume = state.continue_with or run.command("resume")
+        ways = f"{resume} resumes the run, " * resumes
         ways += f"{run.command('why')} shows what is known, {run.command('stop')} ends leftover processes"
-        return f"its supervisor (pid {state.pid}) is gone; {ways}"
+        who = "rank 0" if state.transport == DIRECT else "its supervisor"
+        return f"{who} (pid {state.pid}) is gone; {ways}"
     if not state.sure:
         where = f"on {state.host}" if state.host else "on an unknown host"
         return (

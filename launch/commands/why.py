@@ -17,7 +17,7 @@ from muster.launch.look.history_view import attempt_lines
 from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.advice import for_run, next_step
 from muster.launch.records.runrows import Rows, read_ending, read_victims
-from muster.launch.records.runstate import OVER, RunState, is_here, read_state
+from muster.launch.records.runstate import DIRECT, OVER, RunState, is_here, read_state
 from muster.launch.records.stragglers import Straggler
 from muster.launch.records.verdict import RankEnd, judge, lost_too
 from muster.launch.sweeps.sweep import named_sweep
@@ -51,6 +51,7 @@ class Explanation:
     known: tuple[str, ...]
     stragglers: tuple[Straggler, ...]
     history: AttemptHistory
+    direct: bool  # the run had no supervisor
     next_step: str
     going_on: str | None
 
@@ -114,6 +115,7 @@ def explain(run: RunDir) -> Explanation:
         known=_known(run, state, rows) if state.state == "lost" else (),
         stragglers=state.stragglers,
         history=read_history(run, state, events),
+        direct=state.transport == DIRECT,
         next_step=_next_step(state, verdict),
         going_on=_resuming(state),
     )
@@ -165,7 +167,10 @@ def _headline(each: Explanation) -> str:
         what += [] if each.code is None else [f"exit code {each.code}"]
         return f"{each.run_id} failed" + (f": {', '.join(what)}" if what else "")
     if each.state == "lost":
-        return f"{each.run_id} is lost: its supervisor ended without recording a verdict"
+        how = (
+            "rank 0 ended without recording how" if each.direct else "its supervisor ended without recording a verdict"
+        )
+        return f"{each.run_id} is lost: {how}"
     if each.state == "lost?":
         return f"{each.run_id} may be lost: its supervisor on another host has not been heard from"
     if each.attempt is not None and (each.first is not None or each.code):
@@ -215,6 +220,8 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
         state.state == "lost" and first is None
     ) or state.class_name == "stopped":  # the verdict's advice does not consider checkpoints
         class_name, given = state.state + "-unsaved" * (_resuming(state) is None), None
+        if state.state == "lost" and state.transport == DIRECT:
+            class_name = "lost-direct"
     given = given or next_step(class_name, first, message)
     return for_run(str(given), run)
 
@@ -237,7 +244,8 @@ def _as_in_rows(record: dict[str, Any]) -> dict[str, Any]:
 
 def _known(run: RunDir, state: RunState, rows: Rows) -> tuple[str, ...]:
     """List facts about a lost run: when its supervisor last wrote, its last step, and processes still running."""
-    facts = [f"its supervisor was pid {state.pid} on {state.host}; it last wrote at {screen.clock(rows.last_time)}"]
+    who = "rank 0" if state.transport == DIRECT else "its supervisor"
+    facts = [f"{who} was pid {state.pid} on {state.host}; it last wrote at {screen.clock(rows.last_time)}"]
     if state.step is not None:
         facts.append(f"the last recorded step is {state.progress}")
     ended = [each.rank for each in state.ranks if each.state != "unknown"]

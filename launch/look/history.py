@@ -18,7 +18,7 @@ from typing import Any, Final
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_ATTEMPTS, real, typed_lines
 from muster.launch.records.runrows import IN_MEMORY, LIVING, first_and_last_step
-from muster.launch.records.runstate import RunState
+from muster.launch.records.runstate import DIRECT, RunState
 from muster.launch.records.verdict import RankEnd
 
 OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # delays recorded by the attempt that ended
@@ -26,6 +26,7 @@ OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # dela
 PARTS: Final = ("detect_s", "stop_s", "wait_s", *OF_BEGINNING)
 ON_PURPOSE: Final = ("stopped", "requeue")
 SUPERVISOR_LOST: Final = "its supervisor was gone"
+UNSEEN: Final = "rank 0 ended without recording how"
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,13 @@ def read_history(run: RunDir, state: RunState, events: EventsOfAttempts | None =
     told, spans = events.told, events.spans
     rows = {row["attempt"]: row for row in typed_lines(run.attempts) if "attempt" in row}
     newest = max({*told, *rows}, default=None)
+    lost = UNSEEN if state.transport == DIRECT else SUPERVISOR_LOST
     records = []
     for attempt in sorted({*told, *rows}):
         record = _of_row(rows[attempt]) if attempt in rows else _of_events(run, attempt, told[attempt])
         if attempt not in rows and (attempt != newest or state.is_over):
             ended = _last_sign(run, attempt, told[attempt])
-            record = replace(record, ended=ended, class_name="lost", code=None, cause=SUPERVISOR_LOST)
+            record = replace(record, ended=ended, class_name="lost", code=None, cause=lost)
             span = spans[told[attempt].span]
             span[1] = max(span[1], ended)
         again = told[attempt].replayed if attempt in told else {}

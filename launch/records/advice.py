@@ -206,6 +206,11 @@ TABLE: Final[tuple[Advice, ...]] = (
         "nothing was saved: muster stop RUN ends leftover processes, muster run starts a new run",
         class_name="lost-unsaved",
     ),
+    Advice(
+        "a signal ended rank 0 (dmesg says whether the kernel killed it for memory), the program called os._exit, or "
+        "the host is down",
+        class_name="lost-direct",
+    ),
     # No message matched: judge by how the process ended.
     Advice(
         "it was killed, maybe by the kernel because memory ran out (dmesg -T | grep -i 'killed process' on that node): "

@@ -10,7 +10,7 @@ rarely interrupts the others.
 from collections.abc import Collection
 from typing import Final
 
-from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.inbox import Failed, Inbox
 from muster.launch.supervision.run_nodes import NodeState, RunNodes
@@ -37,6 +37,7 @@ class Reserve:
         self.errors: dict[int, MusterError] = {}  # {slot: why the last start of its agent failed}
         self.starting: set[int] = set()  # lost slots whose agent is being started
         self.asked: set[int] = set()  # idle slots that are testing whether they reach the master
+        self.refused: set[int] = set()  # idle slots that cannot take part, as a warning has said
         self.fit: dict[int, float] = {}  # {idle slot that can take part: since when (monotonic)}
 
     def turn(self) -> None:
@@ -94,8 +95,13 @@ class Reserve:
         node = self.run_nodes.nodes[slot]
         node.reached = message
         apart = message.storage != "shared" and attempt.startup.context.options.get("saving")
-        if attempt.startup.judge(node) is None and not apart:
+        wrong = attempt.startup.judge(node)
+        if isinstance(wrong, RefusedError) and slot not in self.refused:
+            self.refused.add(slot)
+            attempt.startup.warn(f"{wrong}; the run does not use this node until then")
+        if wrong is None and not apart:
             self.run_nodes.note_ways([*used, slot], [])
+            self.refused.discard(slot)
             self.fit[slot] = now
         else:
             self.run_nodes.note_ways(list(used), [slot])

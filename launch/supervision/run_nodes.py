@@ -27,6 +27,7 @@ from muster.launch.wire.records import Progress
 TICK_S: Final = 0.25
 SILENT_S: Final = 5.0
 TOGETHER_S: Final = 5.0  # after this time, remote agents have ended their ranks by themselves (LEASE_S)
+CLOCK_NOISE_S: Final = 0.01  # the error of a clock during an exchange, for instance while NTP adjusts its rate
 BEAT_S: Final = 1.0
 BEATS_PER_S: Final = 5000  # of all nodes together; more nodes get beats at longer intervals
 RANKS_PER_S: Final = 4096  # of all nodes together, whose own progress is asked for
@@ -34,7 +35,11 @@ RANKS_PER_S: Final = 4096  # of all nodes together, whose own progress is asked 
 
 @dataclass
 class ClockOffset:
-    """A node's clock minus ours, from the exchange with the shortest travel time (NTP, RFC 5905, section 8)."""
+    """A node's clock minus ours, from the exchange with the shortest travel time (NTP, RFC 5905, section 8).
+
+    An exchange gives the offset to within half of its travel time. If that contradicts the exchange used so far, a
+    clock was set (or drifted) between them, and the newer exchange is used.
+    """
 
     seconds: float = 0.0
     travel_s: float = math.inf
@@ -42,8 +47,12 @@ class ClockOffset:
     def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
         """Update from one exchange: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
         travel_s = (received - sent) - (answered - heard)
-        if travel_s < self.travel_s:
-            self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
+        if travel_s < -CLOCK_NOISE_S:  # a clock was set during the exchange
+            return
+        seconds = ((heard - sent) + (answered - received)) / 2
+        contradicts = abs(seconds - self.seconds) > (travel_s + self.travel_s) / 2 + CLOCK_NOISE_S
+        if travel_s < self.travel_s or contradicts:
+            self.seconds, self.travel_s = seconds, travel_s
 
 
 @dataclass
@@ -104,6 +113,7 @@ class NodeState:
         """Reset the node's state, ready for a new agent."""
         self.channel = self.hello = self.reached = self.failure = None
         self.gone = self.silent = False
+        self.clock = ClockOffset()
         self.progress, self.late_s = None, SILENT_S
 
 

@@ -58,6 +58,8 @@ class Startup:
         self.send = send
         self.port = 0
         self.nonce = secrets.token_hex(16)
+        self.is_first = True  # no attempt of this supervisor came before
+        self.skewed = set[int]()  # nodes whose clocks were set while their ranks ran
         self.begun = False  # the ranks are being started
         self.serves = False  # node 0's agent serves the store
         self.starts: Iterator[tuple[int, wire.Start]] = iter(())  # of the nodes that have not been started yet
@@ -175,10 +177,14 @@ class Startup:
 
         Raises:
             ProtocolError: if this node was not asked to reach the master.
+            RefusedError: if this node is unfit and this is a later start, which then costs only this node. The first
+                start reports all unfit nodes together and ends the run, because the user is there to correct them.
         """
         if number not in self.roster.missing:
             raise ProtocolError("it was not requested")
         self.roster.nodes[number].reached = message
+        if not self.is_first and (unfit := _why_unfit(self.roster.nodes[number])):
+            raise RefusedError(unfit)
         self.roster.missing.discard(number)
         if self.roster.missing:
             return None
@@ -202,7 +208,7 @@ class Startup:
 
     def judge(self, node: NodeState) -> MusterError | None:
         """Return the reason why a node that has answered `reach` cannot take part, or None."""
-        host, said, placement, code = node.place.host, node.reached, self.context.placement, fingerprint()
+        host, said, placement = node.place.host, node.reached, self.context.placement
         assert said is not None
         where = f"{placement.master_addr}:{self.port}"
         if said.why:
@@ -215,16 +221,15 @@ class Startup:
                 f"{host}: reaches the master {where} through {said.interface or 'no interface'}, which other nodes "
                 "cannot use; choose an address of node 0 that all nodes reach with --master-addr"
             )
-        if said.code != code:
-            return RefusedError(
-                f"{host}: has a different version of Muster ({said.code}, here {code}); run muster sync, or use the "
-                "same commit on both"
-            )
-        if abs(node.clock.seconds) > SKEW_BAD_S:
-            return RefusedError(f"{host}: its clock is off by {node.clock.seconds:+.0f} s; set it (chronyc makestep)")
-        if said.storage == "none":
-            return RefusedError(f"{host}: cannot store the run: {said.storage_why}")
-        return None
+        unfit = _why_unfit(node)
+        return RefusedError(f"{host}: {unfit}") if unfit else None
+
+    def watch_clock(self, number: int) -> None:
+        """Warn once if a node's clock was set while its ranks run. They continue, because their times are corrected."""
+        node = self.roster.nodes[number]
+        if self.begun and number not in self.skewed and (off := _why_skewed(node)):
+            self.skewed.add(number)
+            self.warn(f"{self.roster.hosts[number]}: {off}; its ranks continue, but a restart leaves it out")
 
     def _report(self, failed: dict[int, MusterError]) -> Stop:
         """Combine the failures of all nodes into one message, with the option that runs without these nodes."""
@@ -344,6 +349,23 @@ def machine_of(hello: wire.Hello, reached: wire.Reached | None) -> NodeMachine:
         interface=reached.interface if reached is not None else "",
         run=RunDir(Path(reached.run)) if reached is not None and _apart(reached) else None,
     )
+
+
+def _why_unfit(node: NodeState) -> str:
+    """Return why a node that has answered `reach` cannot run ranks, if the reason is the node itself; else ""."""
+    code = fingerprint()
+    assert node.reached is not None
+    if node.reached.code != code:
+        found = f"has a different version of Muster ({node.reached.code}, here {code})"
+        return f"{found}; run muster sync, or use the same commit on both"
+    if skewed := _why_skewed(node):
+        return skewed
+    return f"cannot store the run: {node.reached.storage_why}" if node.reached.storage == "none" else ""
+
+
+def _why_skewed(node: NodeState) -> str:
+    off_s = node.clock.seconds
+    return f"its clock is off by {off_s:+.0f} s; set it (chronyc makestep)" if abs(off_s) > SKEW_BAD_S else ""
 
 
 def _apart(reached: wire.Reached | None) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
+from muster.jobs.basics.errors import MusterError, RefusedError, RunFolderError, StorageError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
 from muster.launch.common import processes
@@ -201,6 +201,7 @@ class Supervisor:
             self._current, self.slots, ending
         )
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask, stays)
+        self.attempt.startup.is_first = before is None
         if before is not None and before.regrouping is not None:
             self.attempt.spread = before.spread.after(before.regrouping)
             if before.roster.nodes[0] is nodes[0]:
@@ -340,13 +341,15 @@ class Supervisor:
             self._on_gone(NodeChannelClosed(self.run_nodes.broken.pop()))
 
     def _hear(self, heard: Heard) -> None:
-        """Handle a node's message. An invalid message costs only that node, not the run."""
+        """Handle a node's message. An invalid message, or an unfit node, costs only that node, not the run."""
         try:
             self._take(heard)
         except (StorageError, RunFolderError):  # the run folder failed, not the node
             raise
         except Exception as error:
             why = f"its agent broke the protocol: {type(heard.message).__name__}: {error or type(error).__name__}"
+            if isinstance(error, RefusedError):  # the node cannot take part in this attempt
+                why = str(error)
             self.log.event("warning", text=f"node {heard.slot}: {why}")
             self._on_gone(NodeChannelClosed(heard.slot, why, heard.via))
 
@@ -361,6 +364,8 @@ class Supervisor:
             return  # the message is from an agent that was given up
         if isinstance(message, Heartbeat):
             self.run_nodes.nodes[slot].beat(message, heard.received, self.context.attempt)
+            if attempt is not None and slot in self.rank_of and self.context.remote:
+                attempt.startup.watch_clock(self.rank_of[slot])
         elif isinstance(message, OF_MEMORY):
             step = self.memory.take(slot, message, self.context.attempt, self.slots)
             if step is not None and attempt is not None:

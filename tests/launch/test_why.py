@@ -119,6 +119,21 @@ nothing was saved: muster stop {ID} ends leftover processes, muster run starts a
     )
 
 
+def test_a_lost_program_that_muster_did_not_start_has_no_supervisor(make_run, muster) -> None:
+    """os._exit and signals leave no last row, so it does not count as done."""
+    direct = {"transport": "direct", "kind": "command", "continue_with": "MUSTER_RESUME=1"}
+    folder = make_run().submitted(alive=False, pid=77, pid_start=1, **direct)
+    folder.attempt().step(20)
+    _, out, _ = muster("why")
+    assert out.startswith(f"{ID} is lost: rank 0 ended without recording how\n")
+    assert f"rank 0 was pid 77 on {socket.gethostname()}; it last wrote" in out
+    assert "next: a signal ended rank 0 (dmesg says whether" in out
+    assert "supervisor" not in out
+    _, out, _ = muster("status")
+    assert "rank 0 (pid 77) is gone; MUSTER_RESUME=1 resumes the run" in out
+    assert "supervisor" not in out
+
+
 def test_a_lost_run_names_what_still_runs(make_run, muster, start_process) -> None:
     make_run().submitted(alive=False).attempt()
     pid = start_process(ID)

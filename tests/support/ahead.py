@@ -12,11 +12,14 @@ AT_ONCE = 2
 
 
 class Ahead(Generic[Key, Found]):
-    """The results of calls with each key, in the tests' order; the next call is under way while a test looks at one."""
+    """The results of calls with each key, in the tests' order; the next call is under way while a test looks at one.
+
+    Tests with equal keys share one call, so that none of them waits for a call that comes after those of other tests.
+    """
 
     def __init__(self, call: Callable[[Key], Found], keys: list[Key]) -> None:
         self.pool = ThreadPoolExecutor(AT_ONCE)
-        self.calls: dict[Key, Future[Found]] = {key: self.pool.submit(call, key) for key in keys}
+        self.calls: dict[Key, Future[Found]] = {key: self.pool.submit(call, key) for key in dict.fromkeys(keys)}
 
     def result(self, key: Key) -> Found:
         """Wait for the result of a call; raise what it raised."""

@@ -67,6 +67,7 @@ class FakeAgent:
         self.first = first
         self.heard: list[wire.ToAgent] = []
         self.running: list[int] = []
+        self.ahead_s = 0.0  # its clock minus the supervisor's
 
     async def live(self, address: str, key: str) -> None:
         """Dial, prove, and serve to the end of the connection."""
@@ -91,7 +92,7 @@ class FakeAgent:
 
     def answer(self, message: wire.ToAgent) -> Lines:
         """Return what an agent says to an order."""
-        now = time.time()
+        now = time.time() + self.ahead_s
         match message:
             case wire.Beat():
                 yield encode(wire.Heartbeat(0, message.sent, now, now))

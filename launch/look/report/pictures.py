@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.comparison import RunRow
@@ -87,10 +86,14 @@ def pictures(
 
 def timeline_of(folders: Mapping[str, Sequence[RunDir]], styles: Styles) -> Picture:
     """Draw the newest recorded step of the first run of each row."""
-    steps = {}
+    steps, why = {}, "no run has recorded a timeline"
     for label, runs in list(folders.items())[:MOST_TIMELINES]:
-        with suppress(MusterError):  # most runs have no recorded step
+        try:
             steps[label] = read_timeline(runs[0], None, None).slowest()
+        except NotFoundError:  # most runs have no recorded step
+            continue
+        except MusterError as error:
+            why = str(error)
     if not steps:
-        return Picture("Timeline", why="no run has recorded a timeline")
+        return Picture("Timeline", why=why)
     return picture_of(timeline_plot(steps), styles)

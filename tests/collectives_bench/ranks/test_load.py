@@ -1,4 +1,4 @@
-"""Foreign load: from readings that are drawn, and from this machine when something else works on it."""
+"""The CPU use of other programs: from drawn readings, and from this machine while something else works on it."""
 
 import os
 import subprocess

@@ -132,17 +132,17 @@ NAMED: dict[str, tuple[list[BenchHeader], list[Block], list[str], float | None, 
         None,
         True,
     ),
-    "foreign load, by blocks with and without it": (
+    "other programs, by blocks with and without them": (
         [],
         launches(100.0, foreign=0.01) + launches(140.0, count=2, start=5, foreign=0.5),
         ["2 of 7 blocks, up to 50% of a host's time, on node0"],
         1.4,
         True,
     ),
-    "foreign load all the time": (
+    "other programs all the time": (
         [],
         launches(100.0, foreign=0.5),
-        ["seen elsewhere, with more than 30 % load: 1.24x (median)"],
+        ["seen elsewhere, when they used more than 30 %: 1.24x (median)"],
         None,
         False,
     ),

@@ -114,9 +114,9 @@ def test_if_all_results_are_wrong_their_times_are_shown_beside_the_verdict() -> 
     assert (row.state, row.p50_us, row.wrong) == ("wrong", 10.0, 5)
 
 
-def test_foreign_load_of_one_launch_flags_the_row() -> None:
+def test_other_programs_during_one_launch_flag_the_row() -> None:
     row = row_of(a_block(foreign=0.01), a_block(launch=1, foreign=0.40), a_block(launch=2, foreign=0.02))
-    assert "foreign load 40% (1 of 3 launches)" in row.flags
+    assert "other programs used up to 40% of the CPUs (1 of 3 launches)" in row.flags
     assert row.foreign == 0.02
     assert row.launch_foreign == (0.01, 0.40, 0.02)
 

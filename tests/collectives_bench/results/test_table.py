@@ -79,7 +79,7 @@ def test_the_worst_flagged_rows_are_named_in_the_footer() -> None:
     ]
     lines = [line for line in table.footer(rows_of(Result(blocks=made))) if "flag" in line]
     assert len(lines) == table.MOST_FLAGGED + 1
-    assert "foreign load 40% (2 of 2 launches)" in lines[0]
+    assert "other programs used up to 40% of the CPUs (2 of 2 launches)" in lines[0]
     assert lines[-1] == "# and 2 other rows with flags"
 
 

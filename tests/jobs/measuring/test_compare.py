@@ -258,7 +258,7 @@ def test_other_load_on_one_side_or_much_on_both_has_no_verdict(before: float, af
     rows = a_row([100.0] * 6, range(6), foreign=before), a_row([200.0] * 6, range(6, 12), foreign=after)
     (verdict,) = compare([rows[0]], [rows[1]])
     assert verdict.verdict == "no verdict"
-    assert "other processes used" in verdict.why
+    assert "other programs used" in verdict.why
 
 
 def test_launches_that_take_turns_share_their_load() -> None:

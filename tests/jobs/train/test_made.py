@@ -251,3 +251,29 @@ def test_a_run_goes_on_with_changed_code_on_another_number_of_ranks(tmp_path):
     said = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout
     assert "net.py has changed since step-00000008.a000 was saved; training continues with the current version" in said
     assert "step 12/12" in said
+
+
+LEAVING = """
+name: leaving
+train: {model: {make: "leaving.py:build"}, data: synthetic, batch_size: 4, steps: 2}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["muster", "run"], ["muster.jobs.train"]])
+@pytest.mark.parametrize(("status", "code", "said"), [("'no data here'", 1, "no data here"), ("3", 3, "")])
+def test_user_code_that_calls_sys_exit_ends_the_rank_with_its_code_and_text(
+    tmp_path: Path, command: list[str], status: str, code: int, said: str
+) -> None:
+    (tmp_path / "leaving.py").write_text(f"import sys\n\n\ndef build():\n    sys.exit({status})\n")
+    (tmp_path / "job.yaml").write_text(LEAVING)
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "job.yaml", "--runs", "runs"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr

@@ -174,9 +174,9 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     assert found["together"]["model"] is None
     loaded = launched(tmp_path / "loaded.jsonl", 1.5, foreign=0.5)
     assert cli.main(["bench", "compare", str(one), str(loaded)]) == 0
-    assert "no verdict  other processes used 0% of the cores before, 50% after" in capsys.readouterr().out
+    assert "no verdict  other programs used 0% of the CPUs before, 50% after" in capsys.readouterr().out
     assert cli.main(["bench", "show", str(loaded)]) == 0
-    assert "# other processes used up to 50% of the cores during a launch\n" in capsys.readouterr().out
+    assert "# other programs used up to 50% of the CPUs during a launch\n" in capsys.readouterr().out
     few = [str(launched(tmp_path / f"{name}.jsonl", launches=2)) for name in "de"]
     assert cli.main(["bench", "compare", *few]) == 0
     assert "2 and 2 launches, expected at least 3" in capsys.readouterr().out

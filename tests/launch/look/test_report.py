@@ -120,3 +120,11 @@ def test_a_file_that_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest
     assert page.read_text() == "my thesis"
     assert main([*words, "--force"]) == 0
     assert main([*words[:-1], str(tmp_path / "page.txt")]) == 2
+
+
+def test_a_timeline_that_cannot_be_read_is_named_and_the_rest_of_the_page_is_shown(tmp_path: Path) -> None:
+    run = RunDir(write_run(tmp_path, "one", mode="ddp").path)
+    timeline = run.attempt(0).timeline
+    timeline.unlink(missing_ok=True)
+    timeline.mkdir()
+    assert f"{timeline}: " in report(tmp_path, run.run_id)

@@ -246,6 +246,27 @@ def test_a_node_that_misbehaves_while_a_run_starts_is_lost_and_named(
     assert more or not spares
 
 
+# A clock that is set during the run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_node_whose_clock_was_set_is_left_out_of_the_next_start(tmp_path: Path, ahead_s: float) -> None:
+    def set_clock(moment: str) -> tuple[bytes, ...]:
+        if moment != "started":
+            return ()
+        odd.ahead_s = ahead_s
+        odd.running.remove(2)
+        return (encode(exited(2, 1)),)
+
+    odd = FakeAgent(ODD, set_clock)
+    verdict, supervised = live(tmp_path, FakeAgent(0), odd, FakeAgent(2))
+    failed, unfit, done = rows(supervised)
+    assert (failed["class"], failed["hosts"]) == ("failed", ["n0", "n1"])
+    assert (unfit["class"], unfit["hosts"], unfit["first"]["node"]) == ("unreachable", ["n0", "n1"], ODD)
+    assert unfit["message"] == f"node 1 (n1): its clock is off by {ahead_s:+.0f} s; set it (chronyc makestep)"
+    assert (done["class"], done["hosts"], verdict.code) == ("done", ["n0", "n2"], exits.DONE)
+
+
 # What is allowed ------------------------------------------------------------------------------------------------------
 
 

@@ -37,11 +37,12 @@ def played(tmp_path: Path) -> SimpleNamespace:
     run_nodes.missing.clear()
     for node in run_nodes.nodes:
         node.channel = Channel()  # type: ignore[assignment]
-    told = SimpleNamespace(wrong=None)
+    told = SimpleNamespace(wrong=None, warnings=[])
     startup = SimpleNamespace(
         begun=True,
         reach=lambda: Reach(0, "10.0.0.0", 29500, "", "/runs/run-1", "nonce"),
         judge=lambda node: told.wrong,
+        warn=lambda text: told.warnings.append(text),
         context=SimpleNamespace(options={"saving": True}),
     )
     context = SimpleNamespace(run=RunDir(tmp_path))
@@ -137,6 +138,17 @@ def test_an_idle_node_that_reaches_the_master_is_fit_and_one_that_does_not_is_cu
     answer(played, 3, 102.0)
     assert played.reserve.ready(102.0, wanted=2) == [2, 3]
     assert played.run_nodes.cuts == set()
+
+
+def test_a_warning_says_once_why_an_idle_node_is_refused_and_again_after_it_was_fit(played: Any) -> None:
+    wrong = RefusedError("n2: its clock is off by +3600 s; set it (chronyc makestep)")
+    for refused in (wrong, wrong, None, wrong):
+        played.reserve.turn()
+        played.run_nodes.nodes[2].tried = 0.0
+        tried(played, 100.0)
+        answer(played, 2, 100.0, wrong=refused)
+        assert (2 in played.reserve.fit) == (refused is None)
+    assert played.told.warnings == [f"{wrong}; the run does not use this node until then"] * 2
 
 
 def test_what_nobody_asked_for_is_not_believed(played: Any) -> None:

@@ -92,5 +92,21 @@ def test_an_exchange_that_took_longer_changes_nothing() -> None:
     assert clock.seconds == pytest.approx(60.0)
 
 
+def test_a_clock_that_is_set_is_followed_although_a_later_exchange_takes_longer() -> None:
+    clock = ClockOffset()
+    clock.note(sent=100.0, heard=100.1, answered=100.1, received=100.2)
+    clock.note(sent=200.0, heard=3800.5, answered=3800.5, received=201.0)
+    assert (clock.seconds, clock.travel_s) == (pytest.approx(3600.0), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize("answered", [50.0, 1e9])
+def test_an_exchange_during_which_a_clock_was_set_is_ignored(answered: float) -> None:
+    """Its travel time is negative, so no other exchange would be shorter."""
+    clock = ClockOffset()
+    clock.note(sent=100.0, heard=100.1, answered=100.1, received=100.2)
+    clock.note(sent=200.0, heard=200.1, answered=max(answered, 0.0), received=200.2)
+    assert clock.seconds == pytest.approx(0.0)
+
+
 def test_before_any_exchange_clocks_are_taken_to_agree() -> None:
     assert ClockOffset().seconds == 0.0

@@ -337,6 +337,40 @@ def test_a_clock_that_is_off_by_minutes_is_refused_and_one_by_seconds_is_a_warni
     assert len(start.orders(wire.Start)) == (0 if refused else 2)
 
 
+@pytest.mark.parametrize(
+    ("found", "ahead_s", "why"),
+    [
+        ({}, 3600.0, "its clock is off by +3600 s; set it (chronyc makestep)"),
+        ({"code": "other"}, 0.0, "has a different version of Muster (other, here "),
+        ({"storage": "none", "run": "", "storage_why": "/runs: no disk"}, 0.0, "cannot store the run: /runs: no disk"),
+    ],
+)
+def test_a_later_start_refuses_only_the_node_that_is_unfit(
+    tmp_path: Path, found: dict[str, Any], ahead_s: float, why: str
+) -> None:
+    start = ready(tmp_path)
+    start.startup.is_first = False
+    start.roster.nodes[1].clock.seconds = ahead_s
+    with pytest.raises(RefusedError) as refused:
+        start.reached(1, **found)
+    assert str(refused.value).startswith(why)
+
+
+def test_a_clock_that_is_set_while_ranks_run_is_one_warning(tmp_path: Path) -> None:
+    start = ready(tmp_path)
+    start.roster.nodes[1].clock.seconds = 3600.0
+    start.startup.watch_clock(1)  # not while the run starts, because `reached` decides
+    assert start.warnings() == []
+    start.roster.nodes[1].clock.seconds = 0.0
+    start.reached(1)
+    start.reached(0)
+    start.roster.nodes[1].clock.seconds = -3600.0
+    for node in (0, 1, 1):
+        start.startup.watch_clock(node)
+    off = "n1: its clock is off by -3600 s; set it (chronyc makestep)"
+    assert start.warnings() == [f"{off}; its ranks continue, but a restart leaves it out"]
+
+
 # Storage --------------------------------------------------------------------------------------------------------------
 
 
