@@ -18,23 +18,23 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.names import position, step_and_attempt
 from muster.jobs.checkpoint.shard import ShardRecord
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node import copy_requests, copy_wire
+from muster.launch.node import copy_wire
 from muster.launch.node.copy_pace import CopyPace, OtherTraffic
 from muster.launch.node.copy_reads import SpreadReads
+from muster.launch.node.copy_requests import Answering, put, record_of, writers_in
 from muster.launch.wire import messages as wire
-from muster.launch.wire.channel import ChannelClosed
 from muster.launch.wire.handshake import HandshakeError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -45,7 +45,7 @@ QUIET_LOOK_S: Final = 0.008  # shorter than the computation of a layer
 MOST_CONNECTIONS: Final = 32
 NICE: Final = 19  # of threads
 
-Tell = Callable[[wire.FromAgent], Awaitable[None]]
+Tell = Callable[[wire.FromAgent], Coroutine[Any, Any, None]]
 
 
 class Copies:
@@ -70,8 +70,7 @@ class Copies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._seen: dict[tuple[str, int], bool] = {}  # (checkpoint, shard): it came from another node
+        self._seen: set[tuple[str, int]] = set()  # (checkpoint, shard) that need no copy from here any more
 
     # Orders of the supervisor ---------------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class Copies:
             if folder.name == message.name:
                 with contextlib.suppress(OSError):
                     folder.complete.touch()
-            elif message.only or (step_and_attempt(folder.name) or (0, 0)) < (step_and_attempt(message.name) or (0, 0)):
+            elif message.only or position(folder.name) < position(message.name):
                 self._delete(folder)
 
     async def fetch(self, message: wire.Fetch) -> None:
@@ -171,8 +170,7 @@ class Copies:
 
     def _delete(self, folder: CheckpointDir) -> None:
         shutil.rmtree(folder.path, ignore_errors=True)
-        for key in [key for key in [*self._seen] if key[0] == folder.name]:
-            self._seen.pop(key, None)
+        self._seen -= {key for key in self._seen.copy() if key[0] == folder.name}
 
     def _spawn(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -183,19 +181,13 @@ class Copies:
         threading.Thread(target=run, daemon=True).start()
 
     def _report(self, message: wire.FromAgent) -> None:
-        """Send a message from a thread."""
+        """Send a message from a thread. The agent's main loop notices a closed channel, too."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._send, message)
-
-    def _send(self, message: wire.FromAgent) -> None:
-        task = asyncio.ensure_future(self._tell_quietly(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell_quietly(self, message: wire.FromAgent) -> None:
-        with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
-            await self.tell(message)
+        work = self.tell(message)
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop has ended
+            work.close()
 
     def _report_kept(self, folder: CheckpointDir, record: ShardRecord) -> None:
         self._report(wire.Kept(self.attempt, folder.name, record.writer, record.writers, record.bytes, record.sha256))
@@ -223,21 +215,19 @@ class Copies:
             if folder.name != self.complete and folder.failed.exists():
                 self._delete(folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):
-                for path in folder.path.glob("shard-*.ok"):
-                    writer = int(path.stem.removeprefix("shard-"))
-                    if (folder.name, writer) not in self._seen and (record := copy_requests.record_of(folder, writer)):
-                        self._seen[folder.name, writer] = False
-                        self.pace.shard(folder.name, record.bytes, time.monotonic())
-                        self._report_kept(folder, record)
-                        yield folder, record
+            new = (each for each in writers_in(folder) if (folder.name, each) not in self._seen)
+            for record in filter(None, (record_of(folder, each) for each in new)):
+                self._expect(folder, record.writer)
+                self.pace.shard(folder.name, record.bytes, time.monotonic())
+                self._report_kept(folder, record)
+                yield folder, record
 
     def _copy(self, peer: wire.CopyTo, folder: CheckpointDir, record: ShardRecord) -> None:
         if not peer.address:
             return
         try:
             with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
-                copy_requests.put(connection, folder, record, self._pace)
+                put(connection, folder, record, self._pace)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
@@ -271,7 +261,7 @@ class Copies:
         if self.reads is None or not self._connections.acquire(blocking=False):
             connection.close()
             return
-        answering = copy_requests.Answering(self.reads.run, self._expect, self.reads.index)
+        answering = Answering(self.reads.run, self._expect)
         try:
             with (
                 connection,
@@ -285,7 +275,7 @@ class Copies:
             self._connections.release()
 
     def _expect(self, folder: CheckpointDir, writer: int) -> None:
-        self._seen[folder.name, writer] = True
+        self._seen.add((folder.name, writer))
 
 
 def prefix() -> str:

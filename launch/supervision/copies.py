@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics.errors import BadCheckpointError
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.names import position, step_and_attempt
 
 MOST_SETS: Final = 8  # checkpoints that count of one node
 
@@ -94,7 +94,7 @@ class Holdings:
         if step_and_attempt(name) is None or writer >= writers or self._sets.get(name, writers) != writers:
             raise BadCheckpointError(f"reported an invalid shard {writer} of {writers} of {name!r:.80}")
         if name not in held and len(held) >= MOST_SETS:  # it has deleted those of which a copy failed
-            oldest = min(held, key=_key)
+            oldest = min(held, key=position)
             self._count[oldest] -= len(held.pop(oldest))
         self._sets[name] = writers
         self._count[name] = self._count.get(name, 0) + (writer not in held.get(name, {}))
@@ -108,7 +108,7 @@ class Holdings:
 
     def keep_from(self, name: str, *, only: bool = False) -> None:
         """Forget the checkpoints before `name`; with `only`, all others."""
-        gone = [each for each in self._sets if each != name and (only or _key(each) < _key(name))]
+        gone = [each for each in self._sets if each != name and (only or position(each) < position(name))]
         for each in gone:
             del self._sets[each], self._count[each]
             self.lost.pop(each, None)
@@ -128,10 +128,10 @@ class Holdings:
     def available(self, slots: Collection[Slot]) -> list[InMemory]:
         """List the checkpoints of which the nodes in `slots` have every shard, newest first."""
         found = []
-        for name in sorted(self._sets, key=_key, reverse=True):
+        for name in sorted(self._sets, key=position, reverse=True):
             holders = self.holders(name, slots)
             if all(holders.values()):
-                found.append(InMemory(name, _key(name)[0], self._size(name), holders))
+                found.append(InMemory(name, position(name)[0], self._size(name), holders))
         return found
 
     def is_safe(self, name: str, slots: Collection[Slot], of: Mapping[Slot, Slot | None]) -> bool:
@@ -164,7 +164,3 @@ class Holdings:
 def domains_of(groups: Iterable[Sequence[str]]) -> dict[str, str]:
     """Return {host: its failure domain} for lists of hosts that fail together."""
     return {host: f"domain {number}" for number, hosts in enumerate(groups) for host in hosts}
-
-
-def _key(name: str) -> tuple[int, int]:
-    return step_and_attempt(name) or (0, 0)

@@ -14,10 +14,10 @@ from muster.jobs.checkpoint.commit import begin
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.read import CheckpointReader
+from muster.jobs.checkpoint.remote import NodesMemory
 from muster.jobs.checkpoint.shard import ShardRecord, write_shard
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.saving.memory import NodesMemory
 from muster.launch.node import copies as module
 from muster.launch.node import copy_reads
 from muster.launch.node.copies import Copies, delete_leftovers, prefix
@@ -114,10 +114,8 @@ async def prepare(one: Node, other: Node) -> list[wire.Fetched]:
 
 def read(node: Node, name: str, count: int) -> bytes:
     """Read a tensor of the prepared checkpoint, as a rank of the node does."""
-    assert node.copies.run is not None
     folder = CheckpointDir(node.folder())
-    remote = NodesMemory(node.copies.run, NAME)
-    with CheckpointReader(folder, read_manifest(folder), remote=remote) as reader:
+    with CheckpointReader(folder, read_manifest(folder), remote=NodesMemory(folder)) as reader:
         reader.read_into(whole(name, "U8", (count,)), data := bytearray(count))
     return bytes(data)
 
