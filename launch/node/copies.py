@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.handshake import HandshakeError, node_key
 from muster.jobs.checkpoint.names import position, step_and_attempt
+from muster.jobs.checkpoint.remote import KEY, READER, dialled
 from muster.jobs.checkpoint.shard import ShardRecord
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node import copy_wire
 from muster.launch.node.copy_pace import CopyPace, OtherTraffic
-from muster.launch.node.copy_reads import SpreadReads
-from muster.launch.node.copy_requests import Answering, put, record_of, writers_in
+from muster.launch.node.copy_reads import Shards, prepare
+from muster.launch.node.copy_requests import Answering, accepted, put, record_of, writers_in
 from muster.launch.wire import messages as wire
-from muster.launch.wire.handshake import HandshakeError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
@@ -60,13 +60,12 @@ class Copies:
         self.peer: wire.CopyTo | None = None
         self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
         self.pace, self.traffic = CopyPace(), OtherTraffic()
-        self.reads: SpreadReads | None = None
         self._fetching: wire.Fetch | None = None
-        self._alone: list[tuple[CheckpointDir, ShardRecord]] = []  # shards that were on a lost node, too
+        self._only_here: Shards = []  # shards of the fetched checkpoint that were on a lost node, too
+        self._alone: Shards = []  # those of them that are to be copied now
         self._lock = -1
         self._address = ""
         self._listener: socket.socket | None = None
-        self._ranks: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
@@ -84,7 +83,7 @@ class Copies:
                 self._address = f"{message.bind}:{self._listener.getsockname()[1]}"
             except OSError:  # behind address translation, this host does not have the address by which it is reached
                 self._listener = ports.bind("", backlog=MOST_CONNECTIONS)
-            self._spawn(partial(self._listen, self._listener, self._serve))
+            self._spawn(partial(self._listen, self._listener))
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         await self.tell(wire.Keeping(message.attempt, port, self.why))
 
@@ -93,9 +92,7 @@ class Copies:
         if message.attempt != self.attempt:
             return
         self.peer = message
-        if self.reads is not None:
-            folders = [folder for folder in self._folders() if folder.name == self.complete]
-            self._alone = [(folder, record) for folder in folders for record in self.reads.only_here(folder)]
+        self._alone = [each for each in self._only_here if each[0].name == self.complete]
 
     def mark(self, message: wire.Complete) -> None:
         """Mark a checkpoint as complete on all nodes, and delete those before it."""
@@ -112,9 +109,13 @@ class Copies:
         """Prepare the reading of a checkpoint that is in the memory of several nodes."""
         self._open(message.secret)
         self._fetching, digest, why = message, "", self.why
-        if self.reads is not None:
+
+        def is_wanted() -> bool:
+            return self._fetching is message and not self._ended.is_set()
+
+        if self.run is not None:
             try:
-                digest = await asyncio.to_thread(self.reads.prepare, message, lambda: self._fetching is message)
+                digest, self._only_here = await asyncio.to_thread(prepare, self.run, self.secret, message, is_wanted)
             except (MusterError, OSError, ValueError) as error:
                 why = str(error)
         if self._fetching is message:
@@ -129,9 +130,8 @@ class Copies:
     def close(self) -> None:
         """End the threads, and free the memory."""
         self._ended.set()
-        for listener in (self._listener, self._ranks):
-            if listener is not None:
-                listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if self.run is not None:
             gone = self.run.path.with_suffix(".gone")
             with contextlib.suppress(OSError):
@@ -151,13 +151,11 @@ class Copies:
             path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
             self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            reads = SpreadReads(RunDir(path), secret, self._ended)
-            self._ranks = reads.listen()
+            (path / KEY).write_text(node_key(secret, READER))  # in a folder of mode 0700
         except OSError as error:
             self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
             return
-        self.run, self.reads = reads.run, reads
-        self._spawn(partial(self._listen, self._ranks, reads.serve))
+        self.run = RunDir(path)
         self._spawn(self._watch)
 
     def _folders(self) -> Iterator[CheckpointDir]:
@@ -196,7 +194,7 @@ class Copies:
 
     def _watch(self) -> None:
         """Report new shards of this node's ranks, and copy them."""
-        waiting: list[tuple[CheckpointDir, ShardRecord]] = []
+        waiting: Shards = []
         while not self._ended.wait(LOOK_S):
             alone, self._alone = self._alone, []
             waiting += [*self._news(), *alone]
@@ -226,7 +224,7 @@ class Copies:
         if not peer.address:
             return
         try:
-            with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
+            with dialled(peer.address, peer.port, self.secret) as connection:
                 put(connection, folder, record, self._pace)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
@@ -248,25 +246,25 @@ class Copies:
 
     # From other nodes -----------------------------------------------------------------------------------------------
 
-    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _listen(self, listener: socket.socket) -> None:
         while not self._ended.is_set():
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return  # the listener was closed
-            self._spawn(partial(serve, connection))
+            self._spawn(partial(self._serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one connection. One that does not prove that it belongs to the run is closed."""
-        if self.reads is None or not self._connections.acquire(blocking=False):
+        if self.run is None or not self._connections.acquire(blocking=False):
             connection.close()
             return
-        answering = Answering(self.reads.run, self._expect)
+        answering = Answering(self.run, self._expect)
         try:
             with (
                 connection,
                 contextlib.suppress(OSError, HandshakeError, MusterError),
-                copy_wire.accepted(connection, self._address, self.secret) as end,
+                accepted(connection, self._address, self.secret) as end,
             ):
                 while True:  # until the other end closes the connection
                     if (found := answering.answer(end)) is not None:

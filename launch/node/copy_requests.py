@@ -1,4 +1,4 @@
-"""The requests of one node's memory to that of another, over a connection of `launch/node/copy_wire.py`.
+"""The requests of one node's memory to that of another, over an authenticated connection (`jobs/checkpoint/remote.py`).
 
     dialler                                               listener
       {"do": "put", "name": …, "file": …, "bytes": n}
@@ -18,15 +18,17 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, MusterError
+from muster.jobs.basics.handshake import LONGEST, WELCOME, HandshakeError, SupervisorSide, node_key, read_greeting
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import begin
 from muster.jobs.checkpoint.names import position, step_and_attempt
-from muster.jobs.checkpoint.remote import CHUNK_BYTES, MOST_READ, FileConnection
+from muster.jobs.checkpoint.remote import CHUNK_BYTES, MOST_READ, QUIET_S, READER, FileConnection
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
@@ -36,6 +38,29 @@ OF_ALL: Final = re.compile(r"MANIFEST\.json|nodes-[0-9]{3,9}\.json")
 
 Pace = Callable[[int], None]  # called before a number of bytes is sent
 Arrived = tuple[CheckpointDir, ShardRecord]
+
+
+@contextmanager
+def accepted(connection: socket.socket, address: str, secret: str) -> Iterator[FileConnection]:
+    """Let the other end of a new connection prove that it holds the secret, or the key with which ranks read.
+
+    `address`: the one that it must have dialled; "" if this host does not know it.
+
+    Raises:
+        OSError, HandshakeError: if it does not.
+    """
+    connection.settimeout(QUIET_S)
+    with connection.makefile("rb") as reader:
+        greeting = read_greeting(reader.readline(LONGEST))
+        if address and greeting[2] != address:
+            raise HandshakeError("dialled another address")
+        is_agent = greeting[0] != READER
+        end = SupervisorSide(secret if is_agent else node_key(secret, READER), greeting, "copies", 0)
+        connection.sendall(end.challenge())
+        if not end.is_proved(reader.readline(LONGEST)):
+            raise HandshakeError("does not hold the key")
+        connection.sendall(WELCOME)
+        yield FileConnection(connection, reader, may_put=is_agent)
 
 
 def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:
@@ -93,7 +118,7 @@ class Answering:
         shard = SHARD.fullmatch(file)
         if step_and_attempt(name) is not None and type(count) is int and count > 0:
             folder = CheckpointDir(self.run.checkpoints / name)
-            if told.get("do") == "put" and shard is not None:
+            if told.get("do") == "put" and shard is not None and wire.may_put:
                 return self._put(wire, folder, file, count, int(shard[1]) if shard[2] == "ok" else None)
             if told.get("do") == "get" and (shard or OF_ALL.fullmatch(file)):
                 self._get(wire, folder, file, told)
