@@ -34,7 +34,7 @@ QUIET_S: Final = 10.0  # without a byte, after which the other end is considered
 AGAIN_S: Final = 0.1  # before a busy node is asked again
 PATIENCE_S: Final = 30.0  # for one range
 LONGEST: Final = 1 << 12  # bytes of a line
-LONGEST_WHY: Final = 1 << 10  # characters; each may need several bytes
+LONGEST_WHY: Final = 1 << 9  # characters, of at most 6 bytes
 CHUNK_BYTES: Final = 1 << 18
 MOST_READ: Final = sealed.MAX_BYTES  # of one request
 

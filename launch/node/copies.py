@@ -216,7 +216,7 @@ class Copies:
             new = (each for each in writers_in(folder) if (folder.name, each) not in self._seen)
             for record in filter(None, (record_of(folder, each) for each in new)):
                 self._expect(folder, record.writer)
-                self.pace.shard(folder.name, record.bytes, time.monotonic())
+                self.pace.shard(folder.name, time.monotonic())
                 self._report_kept(folder, record)
                 yield folder, record
 

@@ -22,8 +22,7 @@ class Partners:
     """{slot: slot of the node that keeps its copies, or None}, and how many pairs share a host or a failure domain."""
 
     of: Mapping[Slot, Slot | None]
-    on_one_host: int = 0
-    in_one_domain: int = 0
+    together: int
 
 
 def partners(hosts: Mapping[Slot, str], domains: Mapping[str, str]) -> Partners:
@@ -45,11 +44,7 @@ def partners(hosts: Mapping[Slot, str], domains: Mapping[str, str]) -> Partners:
         apart = [each for each in others if place[each][1] != place[slot][1]]
         found[slot] = next((each for each in (*elsewhere, *apart, *others) if each != slot), None)
     pairs = [(place[slot], place[other]) for slot, other in found.items() if other is not None]
-    return Partners(
-        found,
-        on_one_host=sum(own[1] == other[1] for own, other in pairs),
-        in_one_domain=sum(own[0] == other[0] and own[1] != other[1] for own, other in pairs),
-    )
+    return Partners(found, together=sum(own[0] == other[0] for own, other in pairs))
 
 
 @dataclass(frozen=True)

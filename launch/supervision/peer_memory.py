@@ -108,8 +108,8 @@ class PeerMemory:
                 "checkpoint.memory_every_steps: all nodes are on one host, so copies of the state stay there; a "
                 "restart after lost ranks uses them, but they are lost with the host"
             )
-        elif chosen.on_one_host or chosen.in_one_domain:
-            shared = counted(chosen.on_one_host + chosen.in_one_domain, "node")
+        elif chosen.together:
+            shared = counted(chosen.together, "node")
             self._say(f"{shared} copy the state to a node that may fail together with them; use more failure domains")
         for slot, other in chosen.of.items():
             where = ("", "", 0)
