@@ -18,10 +18,10 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.handshake import HandshakeError, node_key
@@ -36,6 +36,7 @@ from muster.launch.node.copy_pace import CopyPace, OtherTraffic
 from muster.launch.node.copy_reads import Shards, prepare
 from muster.launch.node.copy_requests import Answering, accepted, put, record_of, writers_in
 from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import ChannelClosed
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
@@ -45,7 +46,7 @@ QUIET_LOOK_S: Final = 0.008  # shorter than the computation of a layer
 MOST_CONNECTIONS: Final = 32
 NICE: Final = 19  # of threads
 
-Tell = Callable[[wire.FromAgent], Coroutine[Any, Any, None]]
+Tell = Callable[[wire.FromAgent], Awaitable[None]]
 
 
 class Copies:
@@ -58,7 +59,7 @@ class Copies:
         self.attempt = 0
         self.secret = ""
         self.peer: wire.CopyTo | None = None
-        self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
+        self.complete = ""  # the newest checkpoint of which all nodes have their parts
         self.pace, self.traffic = CopyPace(), OtherTraffic()
         self._fetching: wire.Fetch | None = None
         self._only_here: Shards = []  # shards of the fetched checkpoint that were on a lost node, too
@@ -96,7 +97,7 @@ class Copies:
 
     def mark(self, message: wire.Complete) -> None:
         """Mark a checkpoint as complete on all nodes, and delete those before it."""
-        self.complete = message.name or None
+        self.complete = message.name
         self._fetching = None if message.only else self._fetching
         for folder in self._folders():
             if folder.name == message.name:
@@ -178,17 +179,18 @@ class Copies:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _report(self, message: wire.FromAgent) -> None:
-        """Send a message from a thread. The agent's main loop notices a closed channel, too."""
-        assert self._loop is not None
-        work = self.tell(message)
-        try:
-            asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop has ended
-            work.close()
+    def _report(self, folder: CheckpointDir, record: ShardRecord) -> None:
+        """Report a shard, from a thread."""
+        loop, number = self._loop, self.attempt
+        assert loop is not None
+        shard = wire.Kept(number, folder.name, record.writer, record.writers, record.bytes, record.sha256)
 
-    def _report_kept(self, folder: CheckpointDir, record: ShardRecord) -> None:
-        self._report(wire.Kept(self.attempt, folder.name, record.writer, record.writers, record.bytes, record.sha256))
+        async def tell() -> None:
+            with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
+                await self.tell(shard)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: loop.create_task(tell()))
 
     # To the node that keeps our copies ------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Copies:
             for record in filter(None, (record_of(folder, each) for each in new)):
                 self._expect(folder, record.writer)
                 self.pace.shard(folder.name, time.monotonic())
-                self._report_kept(folder, record)
+                self._report(folder, record)
                 yield folder, record
 
     def _copy(self, peer: wire.CopyTo, folder: CheckpointDir, record: ShardRecord) -> None:
@@ -268,7 +270,7 @@ class Copies:
             ):
                 while True:  # until the other end closes the connection
                     if (found := answering.answer(end)) is not None:
-                        self._report_kept(*found)
+                        self._report(*found)
         finally:
             self._connections.release()
 

@@ -73,9 +73,12 @@ def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:
 
 
 def writers_in(folder: CheckpointDir) -> list[int]:
-    """List the shards that are complete in a folder."""
-    found = (SHARD.fullmatch(path.name) for path in folder.path.glob("shard-*.ok"))
-    return sorted(int(each[1]) for each in found if each is not None)
+    """List the shards that are complete in a folder; none if it has been deleted."""
+    try:
+        found = [SHARD.fullmatch(name) for name in os.listdir(folder.path)]  # noqa: PTH208
+    except OSError:
+        return []
+    return sorted(int(each[1]) for each in found if each is not None and each[2] == "ok")
 
 
 def put(wire: FileConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
