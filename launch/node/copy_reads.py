@@ -21,7 +21,7 @@ from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import begin, write_manifest
 from muster.jobs.checkpoint.manifest import CheckpointManifest, manifest_of, parse_manifest
 from muster.jobs.checkpoint.names import step_and_attempt
-from muster.jobs.checkpoint.remote import Source, Where, dialled, get, holders_of
+from muster.jobs.checkpoint.remote import AGAIN_S, Source, Where, dialled, get, holders_of
 from muster.jobs.checkpoint.shard import ShardRecord, parse_ok
 from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -30,7 +30,6 @@ from muster.launch.node.copy_requests import record_of, writers_in
 from muster.launch.wire import messages as wire
 
 STREAMS: Final = 4  # nodes that are asked at the same time
-AGAIN_S: Final = 0.1  # before a busy node is asked again
 
 Shards = list[tuple[CheckpointDir, ShardRecord]]
 

@@ -141,14 +141,13 @@ class Holdings:
         missing = [writer for writer, each in self.holders(name, slots).items() if not each]
         return (missing, self.lost.get(name, set())) if missing else None
 
-    def nbytes(self, slot: Slot, *, only: Slot | None = -1) -> int:
-        """Return how many bytes a node holds; with `only`, of the shards that this other node holds, too."""
-        other = None if only == -1 else self._held.get(-1 if only is None else only, {})
+    def nbytes(self, slot: Slot, other: Slot | None = None) -> int:
+        """Return how many bytes a node holds; with `other`, of the shards that this other node holds, too."""
         return sum(
             size
             for name, held in self._held.get(slot, {}).items()
             for writer, (_, size) in held.items()
-            if other is None or writer in other.get(name, {})
+            if other is None or writer in self._held.get(other, {}).get(name, {})
         )
 
     def _size(self, name: str) -> int:

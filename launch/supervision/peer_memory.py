@@ -129,7 +129,8 @@ class PeerMemory:
         for slot in self.run_nodes.alive():
             self.run_nodes.send(slot, wire.Complete(attempt, name))
         held = max(self.holdings.nbytes(slot) for slot in slots)
-        sent = max(self.holdings.nbytes(slot, only=self._partners.get(slot)) for slot in slots)
+        pairs = ((slot, other) for slot, other in self._partners.items() if other is not None)
+        sent = max((self.holdings.nbytes(slot, other) for slot, other in pairs), default=0)
         seconds = round(time.monotonic() - self._begun.pop(name, time.monotonic()), 3)
         cost = {"bytes": held, "sent": sent, "seconds": seconds}
         self.log.event("copied", attempt=attempt, step=found[0], checkpoint=name, **cost)
