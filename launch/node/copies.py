@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.files import write_secret
 from muster.jobs.basics.handshake import HandshakeError, node_key
 from muster.jobs.checkpoint.names import position, step_and_attempt
 from muster.jobs.checkpoint.remote import KEY, READER, dialled
@@ -152,9 +153,9 @@ class Copies:
             path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
             self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            (path / KEY).write_text(node_key(secret, READER))  # in a folder of mode 0700
-        except OSError as error:
-            self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
+            write_secret(path / KEY, node_key(secret, READER))
+        except (OSError, MusterError) as error:
+            self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {getattr(error, 'strerror', error)}"
             return
         self.run = RunDir(path)
         self._spawn(self._watch)
