@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from muster.jobs.basics.handshake import AgentSide, node_key
 from muster.launch.agent import DIAL_PAUSE_S
 from muster.launch.common.limits import raise_open_files
 from muster.launch.wire.channel import START_BYTES
 from muster.launch.wire.codec import decode, encode
-from muster.launch.wire.handshake import AgentSide, node_key
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.messages import (
     TO_AGENT,

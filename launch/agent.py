@@ -3,7 +3,7 @@
 It is started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours.
 All of the user's data arrives over the channel, none on the command line. The channel uses the agent's standard input
 and output or, with --connect, a TCP connection that the agent dials. Over TCP, both ends first prove that they have
-this node's key (launch/wire/handshake.py), and ignore all other data until then. Then `launch/node/serve.py` takes
+this node's key (jobs/basics/handshake.py), and ignore all other data until then. Then `launch/node/serve.py` takes
 over.
 
 If one machine starts 64 agents, their start-up times add up before the last one says hello. So the code before the
@@ -87,7 +87,7 @@ def key_of(node: int, options: Options) -> str:
         secret = read_secret(options["secret-file"])
     if not key and not secret:
         raise gave_up(REFUSED, f"{os.uname().nodename}: has neither {KEY} nor {SECRET}; paste the whole line")
-    from muster.launch.wire.handshake import node_key
+    from muster.jobs.basics.handshake import node_key
 
     return key or node_key(secret, node)
 
@@ -140,7 +140,7 @@ def read_secret(path: str) -> str:
 
 def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket.socket":
     """Dial the addresses until the supervisor answers and proves its identity; on failure exit with the reason."""
-    from muster.launch.wire.handshake import HandshakeError, TurnedAwayError
+    from muster.jobs.basics.handshake import HandshakeError, TurnedAwayError
 
     deadline = time.monotonic() + timeout_s
     why, where = "", " or ".join(addresses)
@@ -179,7 +179,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     """
     import socket
 
-    from muster.launch.wire.handshake import AgentSide
+    from muster.jobs.basics.handshake import AgentSide
 
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
@@ -204,7 +204,7 @@ def read_line(connection: "socket.socket") -> bytes:
     Raises:
         OSError: if the connection ends, because the supervisor expects no agent now or another program has answered.
     """
-    from muster.launch.wire.handshake import LONGEST
+    from muster.jobs.basics.handshake import LONGEST
 
     line = b""
     while not line.endswith(b"\n") and len(line) < LONGEST:

@@ -19,6 +19,11 @@ def step_and_attempt(name: str) -> tuple[int, int] | None:
     return (step, attempt) if RunDir(Path()).checkpoint(step, attempt).name == name else None
 
 
+def position(name: str) -> tuple[int, int]:
+    """Return the step and the attempt in a folder name, by which checkpoints are ordered; (0, 0) for any other name."""
+    return step_and_attempt(name) or (0, 0)
+
+
 def identity(folder: CheckpointDir) -> tuple[int, int]:
     """Return the step and the attempt of a checkpoint folder.
 

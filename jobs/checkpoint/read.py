@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.layout import StoredPart
 from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.checkpoint.remote import NodesMemory
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DIRECT_BYTES: Final = 64 << 10  # shorter runs are read through a window, longer ones directly into the buffer
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self  # may be missing from the Python of a user's program
 
 Run = tuple[int, int, int]  # offset in the file, offset in the buffer, number of bytes
-
-
-class RemoteShards(Protocol):
-    """Shards that this node lacks, and other nodes have."""
-
-    def read(self, writer: int, at: int, count: int) -> bytes:
-        """Return `count` bytes of a shard."""
-        ...
-
-    def close(self) -> None:
-        """Free what reading needs."""
-        ...
 
 
 class CheckpointReader:
@@ -46,7 +35,7 @@ class CheckpointReader:
         manifest: CheckpointManifest,
         *,
         patience_s: float = 0.0,
-        remote: RemoteShards | None = None,
+        remote: NodesMemory | None = None,
     ) -> None:
         self._folder = folder
         self._manifest = manifest

@@ -102,7 +102,17 @@ def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
         StorageError: if the `.ok` cannot be read.
     """
     path = folder.ok(writer)
-    body = sealed.unseal(disk.read_small(within, path.name, path, sealed.MAX_BYTES), path)
+    return parse_ok(folder, writer, disk.read_small(within, path.name, path, sealed.MAX_BYTES))
+
+
+def parse_ok(folder: CheckpointDir, writer: int, data: bytes) -> ShardRecord:
+    """Parse the bytes of the `.ok` of a writer.
+
+    Raises:
+        BadCheckpointError: as for `read_ok`.
+    """
+    path = folder.ok(writer)
+    body = sealed.unseal(data, path)
     if body.keys() != _KEYS:
         raise BadCheckpointError(f"{path}: expected the keys {', '.join(sorted(_KEYS))}")
     step, attempt = identity(folder)

@@ -19,6 +19,7 @@ class CheckpointDir:
     # only in the memory of a node, written by its agent:
     complete = At("COMPLETE")  # every node has its part and that of another node
     failed = At("FAILED")  # a part of this node could not be copied; contains the reason
+    nodes = Each("nodes-{:03d}.json")  # the nodes that have the shards, for the ranks of one attempt
 
     @property
     def name(self) -> str:

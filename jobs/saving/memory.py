@@ -7,87 +7,32 @@ The folder has the form of `checkpoints/` in a run folder, with the shards of th
 Its owner is the agent of the node (`launch/node/copies.py`), so it outlives the ranks. Nobody writes a manifest until a
 restart needs the checkpoint. A failed copy costs nothing but that copy.
 
-After a restart a rank reads its node's shards from the folder. Its agent gets it ranges of all other shards from the
-nodes that have them, over a Unix socket in the folder:
-
-    rank     {"do": "read", "name": "step-00000010.a000", "writer": 7, "at": 4096, "bytes": n}  ────►
-                                      {"bytes": n, "sha256": "..."} and n bytes, or {"why": "..."}  ◄────  agent
+After a restart a rank reads its node's shards from the folder, and all others from the nodes that have them
+(`jobs/checkpoint/remote.py`).
 """
 
-import hashlib
-import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import UnreachableError
-from muster.jobs.basics.reading import parse_json
 from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.hosts import ranks
 from muster.jobs.node import page
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import PlainPolicy
-from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import NONE, POLL_S, InFlight, NotSaving, Part, Room, Saver
 from muster.jobs.saving.schedule import SaveSchedule
 
 NOTES: Final = 4  # values that a `Saver` shares at a log point
-READS: Final = "reads"  # the socket at which an agent answers its ranks
-ANSWER_S: Final = 60.0  # the agent itself asks other nodes for less time
-LONGEST: Final = 1 << 12  # bytes of a line from the agent
 
 
 def memory_run() -> RunDir | None:
     """Return the folder in this node's memory; None if its agent keeps none."""
     path = os.environ.get(ranks.MEMORY)
     return RunDir(Path(path)) if path else None
-
-
-class NodesMemory:
-    """The shards of a checkpoint in the memory of other nodes, read through this node's agent."""
-
-    def __init__(self, run: RunDir, name: str) -> None:
-        self._path = run.path / READS
-        self._name = name
-        self._connection: socket.socket | None = None
-
-    def read(self, writer: int, at: int, count: int) -> bytes:
-        """Return `count` bytes of a shard.
-
-        Raises:
-            UnreachableError: if no node has sent them.
-        """
-        asked = {"do": "read", "name": self._name, "writer": writer, "at": at, "bytes": count}
-        try:
-            if self._connection is None:
-                self._connection = socket.socket(socket.AF_UNIX)
-                self._connection.settimeout(ANSWER_S)
-                self._connection.connect(str(self._path))
-            self._connection.sendall(json.dumps(asked).encode() + b"\n")
-            with self._connection.makefile("rb") as reader:
-                told = parse_json(reader.readline(LONGEST))
-                data = reader.read(count) if "why" not in told else b""
-        except (OSError, ValueError) as error:
-            raise UnreachableError(f"{self._name}: this node's agent does not send shard {writer}: {error}") from error
-        if hashlib.sha256(data).hexdigest() != told.get("sha256"):
-            why = told.get("why", "it has changed on its way")
-            raise UnreachableError(f"{self._name}: no node has sent shard {writer}: {why}")
-        return data
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-def remote_shards(run: RunDir, resume: Resume) -> NodesMemory | None:
-    """Return the shards of the chosen checkpoint on other nodes; None if it is on disk."""
-    return NodesMemory(run, resume.checkpoint) if resume.memory else None
 
 
 class MemorySaver(Saver[Part]):

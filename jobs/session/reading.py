@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import CheckpointReader
+from muster.jobs.checkpoint.remote import NodesMemory
 from muster.jobs.machine import linux
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.saving.memory import memory_run, remote_shards
+from muster.jobs.saving.memory import memory_run
 from muster.jobs.saving.resume import LoadedCheckpoint, read_chosen
 from muster.jobs.session.starting import SessionStart
 from muster.jobs.session.together import OneRank
@@ -55,7 +56,7 @@ def restore(start: SessionStart, state: "State", ranks: OneRank) -> Restored:
         from muster.jobs.tensors.reading import same_manifest
 
         manifest = same_manifest(folder, start.resume, ranks.world)
-    with CheckpointReader(folder, manifest, remote=remote_shards(run, start.resume)) as reader:
+    with CheckpointReader(folder, manifest, remote=NodesMemory(folder) if start.resume.memory else None) as reader:
         state.load(manifest, reader, manifest.meta)
     loaded = LoadedCheckpoint(manifest.step, folder.name, time.monotonic() - began_s)
     return Restored(manifest.step, manifest.meta.get("progress") or {}, loaded)

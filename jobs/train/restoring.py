@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.jobs.checkpoint.read import CheckpointReader
+from muster.jobs.checkpoint.remote import NodesMemory
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.saving.memory import remote_shards
 from muster.jobs.saving.resume import LoadedCheckpoint, Resume
 from muster.jobs.spec.kept import CODE, KEPT, require_kept
 from muster.jobs.tensors.reading import PATIENCE_S, fill, same_manifest
@@ -42,7 +42,8 @@ def restore(
     require_kept(manifest.meta.get(KEPT), kept, str(folder.path))
     engine.rehearse(first_shards)
     parts = engine.wanted_state({name: manifest.piece(name) for name in manifest.tensors})
-    with CheckpointReader(folder, manifest, patience_s=PATIENCE_S, remote=remote_shards(run, resume)) as reader:
+    remote = NodesMemory(folder) if resume.memory else None
+    with CheckpointReader(folder, manifest, patience_s=PATIENCE_S, remote=remote) as reader:
         for part in parts:
             fill(part, reader)
             page.own.beat()

@@ -20,11 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per node. All lines printed by one call start the same run."""
+    from muster.jobs.basics.handshake import new_secret
     from muster.launch.plan.program import replaced
     from muster.launch.submit.byhand import labelled, lines
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
-    from muster.launch.wire.handshake import new_secret
 
     request = given(args, Request)
     prepared = prepare(request, here=False)  # the printed lines run on other machines

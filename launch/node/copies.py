@@ -24,18 +24,20 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import MusterError, UnreachableError
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.basics.files import write_secret
+from muster.jobs.basics.handshake import HandshakeError, node_key
+from muster.jobs.checkpoint.names import position, step_and_attempt
+from muster.jobs.checkpoint.remote import KEY, READER, dialled
 from muster.jobs.checkpoint.shard import ShardRecord
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node import copy_requests, copy_wire
 from muster.launch.node.copy_pace import CopyPace, OtherTraffic
-from muster.launch.node.copy_reads import SpreadReads
+from muster.launch.node.copy_reads import Shards, prepare
+from muster.launch.node.copy_requests import Answering, accepted, put, record_of, writers_in
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import ChannelClosed
-from muster.launch.wire.handshake import HandshakeError
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
@@ -58,20 +60,18 @@ class Copies:
         self.attempt = 0
         self.secret = ""
         self.peer: wire.CopyTo | None = None
-        self.complete: str | None = None  # the newest checkpoint of which all nodes have their parts
+        self.complete = ""  # the newest checkpoint of which all nodes have their parts
         self.pace, self.traffic = CopyPace(), OtherTraffic()
-        self.reads: SpreadReads | None = None
         self._fetching: wire.Fetch | None = None
-        self._alone: list[tuple[CheckpointDir, ShardRecord]] = []  # shards that were on a lost node, too
+        self._only_here: Shards = []  # shards of the fetched checkpoint that were on a lost node, too
+        self._alone: Shards = []  # those of them that are to be copied now
         self._lock = -1
         self._address = ""
         self._listener: socket.socket | None = None
-        self._ranks: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._seen: dict[tuple[str, int], bool] = {}  # (checkpoint, shard): it came from another node
+        self._seen: set[tuple[str, int]] = set()  # (checkpoint, shard) that need no copy from here any more
 
     # Orders of the supervisor ---------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Copies:
                 self._address = f"{message.bind}:{self._listener.getsockname()[1]}"
             except OSError:  # behind address translation, this host does not have the address by which it is reached
                 self._listener = ports.bind("", backlog=MOST_CONNECTIONS)
-            self._spawn(partial(self._listen, self._listener, self._serve))
+            self._spawn(partial(self._listen, self._listener))
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         await self.tell(wire.Keeping(message.attempt, port, self.why))
 
@@ -94,28 +94,30 @@ class Copies:
         if message.attempt != self.attempt:
             return
         self.peer = message
-        if self.reads is not None:
-            folders = [folder for folder in self._folders() if folder.name == self.complete]
-            self._alone = [(folder, record) for folder in folders for record in self.reads.only_here(folder)]
+        self._alone = [each for each in self._only_here if each[0].name == self.complete]
 
     def mark(self, message: wire.Complete) -> None:
         """Mark a checkpoint as complete on all nodes, and delete those before it."""
-        self.complete = message.name or None
+        self.complete = message.name
         self._fetching = None if message.only else self._fetching
         for folder in self._folders():
             if folder.name == message.name:
                 with contextlib.suppress(OSError):
                     folder.complete.touch()
-            elif message.only or (step_and_attempt(folder.name) or (0, 0)) < (step_and_attempt(message.name) or (0, 0)):
+            elif message.only or position(folder.name) < position(message.name):
                 self._delete(folder)
 
     async def fetch(self, message: wire.Fetch) -> None:
         """Prepare the reading of a checkpoint that is in the memory of several nodes."""
         self._open(message.secret)
         self._fetching, digest, why = message, "", self.why
-        if self.reads is not None:
+
+        def is_wanted() -> bool:
+            return self._fetching is message and not self._ended.is_set()
+
+        if self.run is not None:
             try:
-                digest = await asyncio.to_thread(self.reads.prepare, message, lambda: self._fetching is message)
+                digest, self._only_here = await asyncio.to_thread(prepare, self.run, self.secret, message, is_wanted)
             except (MusterError, OSError, ValueError) as error:
                 why = str(error)
         if self._fetching is message:
@@ -130,9 +132,8 @@ class Copies:
     def close(self) -> None:
         """End the threads, and free the memory."""
         self._ended.set()
-        for listener in (self._listener, self._ranks):
-            if listener is not None:
-                listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if self.run is not None:
             gone = self.run.path.with_suffix(".gone")
             with contextlib.suppress(OSError):
@@ -152,13 +153,11 @@ class Copies:
             path = Path(tempfile.mkdtemp(prefix=prefix(), dir=SHARED_MEMORY))
             self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            reads = SpreadReads(RunDir(path), secret, self._ended)
-            self._ranks = reads.listen()
-        except OSError as error:
-            self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {error.strerror}"
+            write_secret(path / KEY, node_key(secret, READER))
+        except (OSError, MusterError) as error:
+            self.why = f"{SHARED_MEMORY}: no folder for copies in memory: {getattr(error, 'strerror', error)}"
             return
-        self.run, self.reads = reads.run, reads
-        self._spawn(partial(self._listen, self._ranks, reads.serve))
+        self.run = RunDir(path)
         self._spawn(self._watch)
 
     def _folders(self) -> Iterator[CheckpointDir]:
@@ -171,8 +170,7 @@ class Copies:
 
     def _delete(self, folder: CheckpointDir) -> None:
         shutil.rmtree(folder.path, ignore_errors=True)
-        for key in [key for key in [*self._seen] if key[0] == folder.name]:
-            self._seen.pop(key, None)
+        self._seen -= {key for key in self._seen.copy() if key[0] == folder.name}
 
     def _spawn(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -182,29 +180,24 @@ class Copies:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _report(self, message: wire.FromAgent) -> None:
-        """Send a message from a thread."""
-        assert self._loop is not None
+    def _report(self, folder: CheckpointDir, record: ShardRecord) -> None:
+        """Report a shard, from a thread."""
+        loop, number = self._loop, self.attempt
+        assert loop is not None
+        shard = wire.Kept(number, folder.name, record.writer, record.writers, record.bytes, record.sha256)
+
+        async def tell() -> None:
+            with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
+                await self.tell(shard)
+
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._send, message)
-
-    def _send(self, message: wire.FromAgent) -> None:
-        task = asyncio.ensure_future(self._tell_quietly(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell_quietly(self, message: wire.FromAgent) -> None:
-        with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
-            await self.tell(message)
-
-    def _report_kept(self, folder: CheckpointDir, record: ShardRecord) -> None:
-        self._report(wire.Kept(self.attempt, folder.name, record.writer, record.writers, record.bytes, record.sha256))
+            loop.call_soon_threadsafe(lambda: loop.create_task(tell()))
 
     # To the node that keeps our copies ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Report new shards of this node's ranks, and copy them."""
-        waiting: list[tuple[CheckpointDir, ShardRecord]] = []
+        waiting: Shards = []
         while not self._ended.wait(LOOK_S):
             alone, self._alone = self._alone, []
             waiting += [*self._news(), *alone]
@@ -223,21 +216,19 @@ class Copies:
             if folder.name != self.complete and folder.failed.exists():
                 self._delete(folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):
-                for path in folder.path.glob("shard-*.ok"):
-                    writer = int(path.stem.removeprefix("shard-"))
-                    if (folder.name, writer) not in self._seen and (record := copy_requests.record_of(folder, writer)):
-                        self._seen[folder.name, writer] = False
-                        self.pace.shard(folder.name, record.bytes, time.monotonic())
-                        self._report_kept(folder, record)
-                        yield folder, record
+            new = (each for each in writers_in(folder) if (folder.name, each) not in self._seen)
+            for record in filter(None, (record_of(folder, each) for each in new)):
+                self._expect(folder, record.writer)
+                self.pace.shard(folder.name, time.monotonic())
+                self._report(folder, record)
+                yield folder, record
 
     def _copy(self, peer: wire.CopyTo, folder: CheckpointDir, record: ShardRecord) -> None:
         if not peer.address:
             return
         try:
-            with copy_wire.dialled(peer.address, peer.port, self.secret) as connection:
-                copy_requests.put(connection, folder, record, self._pace)
+            with dialled(peer.address, peer.port, self.secret) as connection:
+                put(connection, folder, record, self._pace)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
@@ -258,34 +249,34 @@ class Copies:
 
     # From other nodes -----------------------------------------------------------------------------------------------
 
-    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _listen(self, listener: socket.socket) -> None:
         while not self._ended.is_set():
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return  # the listener was closed
-            self._spawn(partial(serve, connection))
+            self._spawn(partial(self._serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one connection. One that does not prove that it belongs to the run is closed."""
-        if self.reads is None or not self._connections.acquire(blocking=False):
+        if self.run is None or not self._connections.acquire(blocking=False):
             connection.close()
             return
-        answering = copy_requests.Answering(self.reads.run, self._expect, self.reads.index)
+        answering = Answering(self.run, self._expect)
         try:
             with (
                 connection,
                 contextlib.suppress(OSError, HandshakeError, MusterError),
-                copy_wire.accepted(connection, self._address, self.secret) as end,
+                accepted(connection, self._address, self.secret) as end,
             ):
                 while True:  # until the other end closes the connection
                     if (found := answering.answer(end)) is not None:
-                        self._report_kept(*found)
+                        self._report(*found)
         finally:
             self._connections.release()
 
     def _expect(self, folder: CheckpointDir, writer: int) -> None:
-        self._seen[folder.name, writer] = True
+        self._seen.add((folder.name, writer))
 
 
 def prefix() -> str:

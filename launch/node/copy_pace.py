@@ -15,8 +15,7 @@ from typing import Final
 
 SPREAD: Final = 0.25
 LONGEST_WAIT_S: Final = 1.0  # well below the silence after which the receiver gives up
-PATIENCE_S: Final = 30.0  # the sender of a copy waits at least twice as long for its end (`jobs/saving/saver.py`)
-SLOWEST_BYTES_PER_S: Final = 20e6
+LONGEST_S: Final = 30.0  # of the window; a rank waits at least twice as long for the end (`jobs/saving/saver.py`)
 QUIET_BYTES_PER_S: Final = 5e6  # less is sent while the ranks compute, such as heartbeats and acknowledgements
 SOME_BYTES: Final = 1 << 14  # a few messages
 HEADERS: Final = 1.1  # bytes on the link for a byte of a copy, at most
@@ -30,16 +29,13 @@ class CopyPace:
     def __init__(self) -> None:
         self._name = ""
         self._began = 0.0
-        self._nbytes = 0  # of this node's shards of the checkpoint `_name`
         self._until = 0.0
 
-    def shard(self, name: str, nbytes: int, now: float) -> None:
+    def shard(self, name: str, now: float) -> None:
         """Record a new shard of this node. The first one of a checkpoint opens the window."""
         if name != self._name:
-            most = PATIENCE_S + self._nbytes / SLOWEST_BYTES_PER_S
-            self._until = now + (min(SPREAD * (now - self._began), most) if self._name else 0.0)
-            self._name, self._began, self._nbytes = name, now, 0
-        self._nbytes += nbytes
+            self._until = now + (min(SPREAD * (now - self._began), LONGEST_S) if self._name else 0.0)
+            self._name, self._began = name, now
 
     def may_wait(self, since: float, now: float) -> bool:
         """Return whether a sender that has waited since then may wait longer."""

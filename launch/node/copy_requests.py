@@ -1,50 +1,66 @@
-"""The requests of one node's memory to that of another, over a connection of `launch/node/copy_wire.py`.
+"""The requests of one node's memory to that of another, over an authenticated connection (`jobs/checkpoint/remote.py`).
 
     dialler                                               listener
-      {"do": "put", "name": …, "writer": 2,
-       "bytes": b, "sha256": …, "ok": n}           ────→
-                                                   ←────  {"is": "wanted"}, or "kept": it has this shard already
-      n bytes of the .ok, b bytes of the shard     ────→
-                                                   ←────  {"is": "kept"}, or {"why": …}
+      {"do": "put", "name": …, "file": …, "bytes": n}
+      and n bytes                                  ────→
+                                                   ←────  {"bytes": n}, or {"why": …}
 
-      {"do": "records", "name": …}                 ────→
-                                                   ←────  {"name": …, "writer": 2, "ok": n} and n bytes for each .ok
-                                                   ←────  {"is": "end"}
+      {"do": "get", "name": …, "file": …,
+       "at": offset, "bytes": n}                   ────→
+                                                   ←────  {"bytes": b, "sha256": …} and b bytes, or {"why": …}
 
-      {"do": "index", "name": …, "attempt": 1}     ────→
-                                                   ←────  {"table": t, "manifest": m}, then both
-
-      {"do": "read", "name": …, "writer": 2,
-       "at": offset, "bytes": b}                   ────→
-                                                   ←────  {"bytes": b, "sha256": …}, then the bytes
-
-The SHA-256 of a shard is computed once when it is written, and compared before a restart reads it: doing so for every
-copy, too, would slow the ranks. Instead of the last three answers, {"why": …} refuses. Any number of requests may
+A shard is put before its .ok, which makes it count. The SHA-256 of a shard is computed once when it is written, and
+compared before a restart reads it: doing so for every copy, too, would slow the ranks. Any number of requests may
 follow each other.
 """
 
 import hashlib
-import json
+import os
+import re
 import socket
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs.basics.errors import BadCheckpointError, MusterError, UnreachableError
-from muster.jobs.checkpoint import disk, sealed
+from muster.jobs.basics.errors import BadCheckpointError, MusterError
+from muster.jobs.basics.handshake import LONGEST, WELCOME, HandshakeError, SupervisorSide, node_key, read_greeting
+from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import begin
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.names import position, step_and_attempt
+from muster.jobs.checkpoint.remote import CHUNK_BYTES, MOST_READ, QUIET_S, READER, FileConnection
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node.copy_wire import CHUNK_BYTES, CopyConnection
-from muster.launch.wire.handshake import LONGEST
 
-MOST_READ: Final = 1 << 26  # bytes of one range
-KEPT, WANTED = {"is": "kept"}, {"is": "wanted"}
+SHARD: Final = re.compile(r"shard-([0-9]{5,6})\.(safetensors|ok)")
+OF_ALL: Final = re.compile(r"MANIFEST\.json|nodes-[0-9]{3,9}\.json")
 
 Pace = Callable[[int], None]  # called before a number of bytes is sent
 Arrived = tuple[CheckpointDir, ShardRecord]
+
+
+@contextmanager
+def accepted(connection: socket.socket, address: str, secret: str) -> Iterator[FileConnection]:
+    """Let the other end of a new connection prove that it holds the secret, or the key with which ranks read.
+
+    `address`: the one that it must have dialled; "" if this host does not know it.
+
+    Raises:
+        OSError, HandshakeError: if it does not.
+    """
+    connection.settimeout(QUIET_S)
+    with connection.makefile("rb") as reader:
+        greeting = read_greeting(reader.readline(LONGEST))
+        if address and greeting[2] != address:
+            raise HandshakeError("dialled another address")
+        is_agent = greeting[0] != READER
+        end = SupervisorSide(secret if is_agent else node_key(secret, READER), greeting, "copies", 0)
+        connection.sendall(end.challenge())
+        if not end.is_proved(reader.readline(LONGEST)):
+            raise HandshakeError("does not hold the key")
+        connection.sendall(WELCOME)
+        yield FileConnection(connection, reader, may_put=is_agent)
 
 
 def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:
@@ -56,207 +72,102 @@ def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:
         return None
 
 
-def place_of(name: str, told: Mapping[str, Any]) -> int:
-    """Return the shard that a message about the checkpoint `name` is about.
-
-    Raises:
-        OSError: if the message is invalid.
-    """
-    writer = told.get("writer")
-    if told.get("name") != name or type(writer) is not int or writer < 0:
-        raise OSError("the other end speaks another protocol")
-    return writer
+def writers_in(folder: CheckpointDir) -> list[int]:
+    """List the shards that are complete in a folder; none if it has been deleted."""
+    try:
+        found = [SHARD.fullmatch(name) for name in os.listdir(folder.path)]  # noqa: PTH208
+    except OSError:
+        return []
+    return sorted(int(each[1]) for each in found if each is not None and each[2] == "ok")
 
 
-def put(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> int:
-    """Send a shard, unless the other node has it; return the number of bytes sent.
+def put(wire: FileConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
+    """Send a shard.
 
     Raises:
         OSError: if the connection is lost.
         UnreachableError: if the other node cannot keep it.
     """
     wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)  # so that messages of ranks wait little
-    about = {"do": "put", "name": folder.name, "writer": record.writer}
-    wire.say({**about, **_sizes(folder, record)})
-    if (answer := wire.hear()) == WANTED:
-        _send(wire, folder, record, pace)
-        answer = wire.hear()
-        if answer == KEPT:
-            return record.bytes
-    if answer != KEPT:
-        raise UnreachableError(str(answer.get("why", "refuses the copy"))[:LONGEST])
-    return 0
-
-
-def get_records(wire: CopyConnection, folder: CheckpointDir, wanted: Container[int]) -> None:
-    """Receive the .ok files of `wanted` shards into a folder.
-
-    Raises:
-        OSError: if the connection is lost.
-        MusterError: if they cannot be stored.
-    """
-    wire.say({"do": "records", "name": folder.name})
-    while "writer" in (told := wire.hear()):
-        writer, text = place_of(folder.name, told), b"".join(wire.chunks(size_in(told, "ok", sealed.MAX_BYTES)))
-        if writer in wanted:
-            disk.write_file(folder.path, folder.ok(writer).name, [text])
-
-
-def get_index(wire: CopyConnection, asked: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Receive the table of the shards, and the manifest.
-
-    Raises:
-        OSError: if the connection is lost.
-        UnreachableError: if the other node does not have them yet.
-    """
-    wire.say(asked)
-    told = accepting(wire.hear())
-    table, manifest = (b"".join(wire.chunks(size_in(told, name, sealed.MAX_BYTES))) for name in ("table", "manifest"))
-    return table, manifest
-
-
-def get_range(wire: CopyConnection, asked: Mapping[str, Any]) -> bytes:
-    """Ask for a range of a shard; return the answer as it was sent.
-
-    Raises:
-        OSError: if the connection is lost.
-        UnreachableError: if the other node does not have the shard.
-    """
-    wire.say(asked)
-    told = accepting(wire.hear())
-    data = b"".join(wire.chunks(size_in(told, "bytes", MOST_READ)))
-    return json.dumps(told).encode() + b"\n" + data
-
-
-def accepting(told: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer, unless it is a refusal.
-
-    Raises:
-        UnreachableError: if the other node refuses.
-    """
-    if "why" in told:
-        raise UnreachableError(str(told["why"])[:LONGEST])
-    return told
-
-
-def size_in(told: Mapping[str, Any], name: str, most: int) -> int:
-    """Return a size from a message.
-
-    Raises:
-        OSError: if it is not a size.
-    """
-    size = told.get(name)
-    if type(size) is not int or not 0 < size <= most:
-        raise OSError("the other end speaks another protocol")
-    return size
+    for path in (folder.shard(record.writer), folder.ok(record.writer)):
+        with path.open("rb") as file:
+            size, at = os.fstat(file.fileno()).st_size, 0
+            wire.say({"do": "put", "name": folder.name, "file": path.name, "bytes": size})
+            while at < size:
+                count = min(CHUNK_BYTES, size - at)
+                pace(count)
+                sent = wire.socket.sendfile(file, at, count)
+                if not sent:
+                    raise OSError("the shard has become shorter")
+                at += sent
+        wire.answer()
 
 
 @dataclass(frozen=True)
 class Answering:
-    """What a node needs to answer other nodes.
-
-    `expect` is called before a received shard becomes visible. `index` returns the table of the shards and the
-    manifest for a request, or None if they are not ready.
-    """
+    """What a node needs to answer other nodes. `expect` is called before a received shard becomes visible."""
 
     run: RunDir
     expect: Callable[[CheckpointDir, int], None]
-    index: Callable[[Mapping[str, Any]], tuple[bytes, bytes] | None]
 
-    def answer(self, wire: CopyConnection) -> Arrived | None:
-        """Answer one request of another node; return the shard that it has put here, if any.
+    def answer(self, wire: FileConnection) -> Arrived | None:
+        """Answer one request of another node; return the shard that is complete with it, if any.
 
         Raises:
             OSError: if the connection is lost, or the request is invalid.
         """
         told = wire.hear()
-        found = step_and_attempt(str(told.get("name")))
-        does = {"put": self._put, "records": self._records, "index": self._index, "read": self._read}
-        if found is None or told.get("do") not in does:
-            raise OSError("the other end speaks another protocol")
-        return does[str(told["do"])](wire, self.run.checkpoint(*found), told)
+        name, file, count = str(told.get("name")), str(told.get("file")), told.get("bytes")
+        shard = SHARD.fullmatch(file)
+        if step_and_attempt(name) is not None and type(count) is int and count > 0:
+            folder = CheckpointDir(self.run.checkpoints / name)
+            if told.get("do") == "put" and shard is not None and wire.may_put:
+                return self._put(wire, folder, file, count, int(shard[1]) if shard[2] == "ok" else None)
+            if told.get("do") == "get" and (shard or OF_ALL.fullmatch(file)):
+                self._get(wire, folder, file, told)
+                return None
+        raise OSError("the other end speaks another protocol")
 
-    def _put(self, wire: CopyConnection, folder: CheckpointDir, told: Mapping[str, Any]) -> Arrived | None:
-        writer = place_of(folder.name, told)
-        record = record_of(folder, writer)
-        if record is not None and record.sha256 == told.get("sha256"):
-            wire.say(KEPT)
-            return folder, record
-        self.expect(folder, writer)
-        wire.say(WANTED)
+    def _put(
+        self, wire: FileConnection, folder: CheckpointDir, file: str, count: int, completes: int | None
+    ) -> Arrived | None:
+        """Receive a file. `completes`: the shard whose .ok it is."""
+        record = None
         try:
-            begin(self.run, *(step_and_attempt(folder.name) or (0, 0)))
-            _receive(wire, folder, writer, told)
+            begin(self.run, *position(folder.name))
+            if completes is not None:
+                self.expect(folder, completes)
+            disk.write_file(folder.path, file, wire.chunks(count), reserve=count)
+            if completes is not None:
+                record = _checked(folder, completes)
         except MusterError as error:
-            wire.say({"why": str(error)[: LONGEST // 2]})
-            return None
-        wire.say(KEPT)
-        record = record_of(folder, writer)
+            wire.refuse(error)
+            raise OSError("the rest of the request cannot be read") from error
+        wire.say({"bytes": count})
         return None if record is None else (folder, record)
 
-    def _records(self, wire: CopyConnection, folder: CheckpointDir, told: Mapping[str, Any]) -> None:
-        for path in sorted(folder.path.glob("shard-*.ok")):
-            text = path.read_bytes()
-            writer = int(path.stem.removeprefix("shard-"))
-            wire.say({"name": folder.name, "writer": writer, "ok": len(text)})
-            wire.socket.sendall(text)
-        wire.say({"is": "end"})
-
-    def _index(self, wire: CopyConnection, folder: CheckpointDir, told: Mapping[str, Any]) -> None:
-        found = self.index(told)
-        if found is None:
-            wire.say({"why": f"{folder.name} is not ready"})
-            return
-        table, manifest = found
-        wire.say({"table": len(table), "manifest": len(manifest)})
-        wire.socket.sendall(table + manifest)
-
-    def _read(self, wire: CopyConnection, folder: CheckpointDir, told: Mapping[str, Any]) -> None:
-        writer, count = place_of(folder.name, told), size_in(told, "bytes", MOST_READ)
-        at = told.get("at")
-        if type(at) is not int or at < 0:
+    def _get(self, wire: FileConnection, folder: CheckpointDir, file: str, told: Mapping[str, Any]) -> None:
+        at, most = told.get("at"), told["bytes"]
+        if type(at) is not int or at < 0 or most > MOST_READ:
             raise OSError("the other end speaks another protocol")
+        path = folder.path / file
         try:
-            with folder.ok(writer).open("rb"), folder.shard(writer).open("rb") as file:
-                data = disk.pread(file.fileno(), count, at, file.name)
+            with disk.opened_folder(folder.path) as within:
+                descriptor = disk.open_regular(within, file, path)
+            with open(descriptor, "rb") as opened:  # noqa: PTH123
+                count = max(0, min(most, os.fstat(descriptor).st_size - at))
+                data = disk.pread(opened.fileno(), count, at, path)
         except (FileNotFoundError, MusterError):
-            wire.say({"why": f"{folder.name}: these bytes of its shard {writer} are not here"})
+            wire.refuse(f"{folder.name}: {file} is not here")
             return
-        wire.say({"bytes": count, "sha256": hashlib.sha256(data).hexdigest()})
+        wire.say({"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         wire.socket.sendall(data)
 
 
-def _sizes(folder: CheckpointDir, record: ShardRecord) -> dict[str, Any]:
-    return {
-        "bytes": record.bytes,
-        "sha256": record.sha256,
-        "ok": folder.ok(record.writer).stat().st_size,
-    }
-
-
-def _send(wire: CopyConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
-    wire.socket.sendall(folder.ok(record.writer).read_bytes())
-    with folder.shard(record.writer).open("rb") as file:
-        at = 0
-        while at < record.bytes:
-            count = min(CHUNK_BYTES, record.bytes - at)
-            pace(count)
-            sent = wire.socket.sendfile(file, at, count)
-            if not sent:
-                raise OSError("the shard has become shorter")
-            at += sent
-
-
-def _receive(wire: CopyConnection, folder: CheckpointDir, writer: int, told: Mapping[str, Any]) -> int:
-    """Receive the two files of a shard, and check that they belong together; errors as for `get`."""
-    count, expected, ok = told.get("bytes"), told.get("sha256"), told.get("ok")
-    if type(count) is not int or type(ok) is not int or not 0 < ok <= sealed.MAX_BYTES or count <= 0:
-        raise OSError("the other end speaks another protocol")
-    text = b"".join(wire.chunks(ok))
-    disk.write_file(folder.path, folder.shard(writer).name, wire.chunks(count), reserve=count)
-    disk.write_file(folder.path, folder.ok(writer).name, [text])
-    record = record_of(folder, writer)
-    if record is None or (record.sha256, record.bytes) != (expected, count):
+def _checked(folder: CheckpointDir, writer: int) -> ShardRecord:
+    """Return the record of a received shard, if it belongs to the shard; delete it if it does not."""
+    path, record = folder.shard(writer), record_of(folder, writer)
+    if record is None or not path.exists() or path.stat().st_size != record.bytes:
         folder.ok(writer).unlink(missing_ok=True)
         raise BadCheckpointError(f"{folder.name}: the record of shard {writer} is about another shard")
-    return count
+    return record

@@ -15,7 +15,7 @@ from muster.launch.common import rankset
 from muster.launch.common.fields import MOST_RANKS, below, text, typed_line, typed_lines
 from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
-from muster.launch.records.stragglers import KINDS, PARTS, Straggler
+from muster.launch.records.stragglers import KINDS, PARTS, Slowness, Straggler
 from muster.launch.records.verdict import RankEnd
 
 TAIL_BYTES: Final = 1 << 17  # about 300 steps
@@ -168,8 +168,8 @@ def _straggler(record: Any) -> Straggler | None:
         return None
     if None in (*times.values(), *steps.values()):
         return None
-    where: dict[str, Any] = {"node": rank_of(record.get("node")), "gpu": number(record.get("gpu"), least=0)}
-    return Straggler(kind=kind, host=host, part=part, ranks=ranks, **where, **times, **steps)
+    slow = Slowness(part=part, **times, **steps, deviations=real(record.get("deviations")) or 0.0)
+    return Straggler(kind, rank_of(record.get("node")), host, number(record.get("gpu"), least=0), ranks, slow)
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:

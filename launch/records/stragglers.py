@@ -24,7 +24,7 @@ time of a rank that has n samples is computed with the others' times scaled by n
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -63,16 +63,16 @@ class RankPace(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """A unit that is suspect in a window, or in several: times as in `RankPace`, beside the `usual_s` of the others."""
+    """The evidence that ranks are slow, in one window or several. Times in seconds."""
 
     own_s: float
-    least_s: float
-    usual_s: float
-    deviations: float  # of the others' times, in its excess
-    waits_s: float  # how much longer the others wait
-    part: str
-    first: int
-    last: int
+    least_s: float  # the lower end of the 99 % interval of `own_s`
+    usual_s: float  # of the other ranks that do the same work
+    waits_s: float  # how much longer the others wait in a step
+    part: str  # of the step; it has most of the excess
+    first_step: int
+    last_step: int
+    deviations: float = 0.0  # of the others' times, in the excess
 
 
 Window = Mapping[int, RankPace]
@@ -90,20 +90,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A node, a GPU, a rank or a group of ranks that is persistently slow, with the evidence. Times in seconds."""
+    """A node, a GPU, a rank or a group of ranks that is persistently slow, with the evidence."""
 
     kind: str  # in KINDS
     node: int | None
     host: str
     gpu: int | None
     ranks: tuple[int, ...]
-    own_s: float
-    least_s: float  # the lower end of the 99 % interval of `own_s`
-    usual_s: float  # of the other ranks that do the same work
-    waits_s: float  # how much longer the others wait in a step
-    part: str  # of the step; it has most of the excess
-    first_step: int
-    last_step: int
+    slow: Slowness
 
     @property
     def name(self) -> str:
@@ -119,17 +113,19 @@ class Straggler:
     @property
     def evidence(self) -> str:
         """The measurements, as text."""
-        ms = [f"{each * 1e3:.3g}" for each in (self.own_s, self.usual_s, self.waits_s)]
-        ratio, least = self.own_s / self.usual_s, self.least_s / self.usual_s
+        slow = self.slow
+        ms = [f"{each * 1e3:.3g}" for each in (slow.own_s, slow.usual_s, slow.waits_s)]
+        ratio, least = slow.own_s / slow.usual_s, slow.least_s / slow.usual_s
         return (
             f"{ratio:.2f} x the usual own time of a step ({ms[0]} ms against {ms[1]} ms; at least {least:.2f} x), "
-            f"most of it in {self.part}; the others wait {ms[2]} ms longer per step (steps {self.first_step} to "
-            f"{self.last_step})"
+            f"most of it in {slow.part}; the others wait {ms[2]} ms longer per step (steps {slow.first_step} to "
+            f"{slow.last_step})"
         )
 
     def record(self) -> dict[str, Any]:
         """Return the record for JSON."""
-        return {**asdict(self), "ranks": list(self.ranks)}
+        own = {name: value for name, value in vars(self).items() if name != "slow"}
+        return {**own, "ranks": list(self.ranks), **self.slow._asdict()}
 
 
 def teams_of(split: "Parallel") -> list[list[Unit]]:
@@ -185,7 +181,7 @@ def stragglers_of(
         where = {places.get(rank) for rank in unit}
         kind = "rank" if len(unit) == 1 else "ranks"
         stragglers.append(_straggler(kind, where.pop() if len(where) == 1 else None, unit, [found[unit]]))
-    return sorted(stragglers, key=lambda each: -each.own_s / each.usual_s)
+    return sorted(stragglers, key=lambda each: -each.slow.own_s / each.slow.usual_s)
 
 
 # Windows --------------------------------------------------------------------------------------------------------------
@@ -214,7 +210,7 @@ def _judge(pace: RankPace, others: Sequence[RankPace]) -> Slowness | None:
     excess = [own - median(other.parts_s[at] for other in others) for at, own in enumerate(pace.parts_s)]
     part = PARTS[excess.index(max(excess))]
     deviations = min(MOST_DEVIATIONS, excess_s / spread_s) if spread_s else MOST_DEVIATIONS
-    return Slowness(pace.own_s, pace.least_s, usual_s, deviations, waits_s, part, pace.first, pace.last)
+    return Slowness(pace.own_s, pace.least_s, usual_s, waits_s, part, pace.first, pace.last, deviations)
 
 
 def _share(pace: RankPace, other: RankPace) -> float:
@@ -229,11 +225,11 @@ def _over(slow: Sequence[Slowness]) -> Slowness:
         own_s=median(each.own_s for each in slow),
         least_s=median(each.least_s for each in slow),
         usual_s=median(each.usual_s for each in slow),
-        deviations=median(each.deviations for each in slow),
         waits_s=median(each.waits_s for each in slow),
         part=max(parts, key=parts.count),
-        first=min(each.first for each in slow),
-        last=max(each.last for each in slow),
+        first_step=min(each.first_step for each in slow),
+        last_step=max(each.last_step for each in slow),
+        deviations=median(each.deviations for each in slow),
     )
 
 
@@ -253,18 +249,5 @@ def _by(kind: str, places: Mapping[int, Place], judged: Collection[int]) -> dict
 
 
 def _straggler(kind: str, place: Place | None, ranks: Sequence[int], slow: Sequence[Slowness]) -> Straggler:
-    all_of = _over(slow)
-    return Straggler(
-        kind=kind,
-        node=None if place is None else place.node,
-        host="" if place is None else place.host,
-        gpu=None if place is None or kind == "node" else place.gpu,
-        ranks=tuple(sorted(ranks)),
-        own_s=all_of.own_s,
-        least_s=all_of.least_s,
-        usual_s=all_of.usual_s,
-        waits_s=all_of.waits_s,
-        part=all_of.part,
-        first_step=all_of.first,
-        last_step=all_of.last,
-    )
+    node, host, gpu = (None, "", None) if place is None else (place.node, place.host, place.gpu)
+    return Straggler(kind, node, host, None if kind == "node" else gpu, tuple(sorted(ranks)), _over(slow))

@@ -19,11 +19,11 @@ from typing import Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.handshake import new_secret, node_key
 from muster.jobs.hosts import nodelist
 from muster.jobs.machine import network
 from muster.launch.submit.prepare import PreparedSubmission
 from muster.launch.transports.base import LEASE_S
-from muster.launch.wire.handshake import new_secret, node_key
 from muster.launch.wire.keys import KEY, SECRET
 
 FIRST_PORT: Final = 61_000  # above the ports that the kernel assigns

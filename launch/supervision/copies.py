@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics.errors import BadCheckpointError
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.names import position, step_and_attempt
 
 MOST_SETS: Final = 8  # checkpoints that count of one node
 
@@ -22,8 +22,7 @@ class Partners:
     """{slot: slot of the node that keeps its copies, or None}, and how many pairs share a host or a failure domain."""
 
     of: Mapping[Slot, Slot | None]
-    on_one_host: int = 0
-    in_one_domain: int = 0
+    together: int
 
 
 def partners(hosts: Mapping[Slot, str], domains: Mapping[str, str]) -> Partners:
@@ -45,11 +44,7 @@ def partners(hosts: Mapping[Slot, str], domains: Mapping[str, str]) -> Partners:
         apart = [each for each in others if place[each][1] != place[slot][1]]
         found[slot] = next((each for each in (*elsewhere, *apart, *others) if each != slot), None)
     pairs = [(place[slot], place[other]) for slot, other in found.items() if other is not None]
-    return Partners(
-        found,
-        on_one_host=sum(own[1] == other[1] for own, other in pairs),
-        in_one_domain=sum(own[0] == other[0] and own[1] != other[1] for own, other in pairs),
-    )
+    return Partners(found, together=sum(own[0] == other[0] for own, other in pairs))
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class Holdings:
         if step_and_attempt(name) is None or writer >= writers or self._sets.get(name, writers) != writers:
             raise BadCheckpointError(f"reported an invalid shard {writer} of {writers} of {name!r:.80}")
         if name not in held and len(held) >= MOST_SETS:  # it has deleted those of which a copy failed
-            oldest = min(held, key=_key)
+            oldest = min(held, key=position)
             self._count[oldest] -= len(held.pop(oldest))
         self._sets[name] = writers
         self._count[name] = self._count.get(name, 0) + (writer not in held.get(name, {}))
@@ -108,7 +103,7 @@ class Holdings:
 
     def keep_from(self, name: str, *, only: bool = False) -> None:
         """Forget the checkpoints before `name`; with `only`, all others."""
-        gone = [each for each in self._sets if each != name and (only or _key(each) < _key(name))]
+        gone = [each for each in self._sets if each != name and (only or position(each) < position(name))]
         for each in gone:
             del self._sets[each], self._count[each]
             self.lost.pop(each, None)
@@ -128,10 +123,10 @@ class Holdings:
     def available(self, slots: Collection[Slot]) -> list[InMemory]:
         """List the checkpoints of which the nodes in `slots` have every shard, newest first."""
         found = []
-        for name in sorted(self._sets, key=_key, reverse=True):
+        for name in sorted(self._sets, key=position, reverse=True):
             holders = self.holders(name, slots)
             if all(holders.values()):
-                found.append(InMemory(name, _key(name)[0], self._size(name), holders))
+                found.append(InMemory(name, position(name)[0], self._size(name), holders))
         return found
 
     def is_safe(self, name: str, slots: Collection[Slot], of: Mapping[Slot, Slot | None]) -> bool:
@@ -146,14 +141,13 @@ class Holdings:
         missing = [writer for writer, each in self.holders(name, slots).items() if not each]
         return (missing, self.lost.get(name, set())) if missing else None
 
-    def nbytes(self, slot: Slot, *, only: Slot | None = -1) -> int:
-        """Return how many bytes a node holds; with `only`, of the shards that this other node holds, too."""
-        other = None if only == -1 else self._held.get(-1 if only is None else only, {})
+    def nbytes(self, slot: Slot, other: Slot | None = None) -> int:
+        """Return how many bytes a node holds; with `other`, of the shards that this other node holds, too."""
         return sum(
             size
             for name, held in self._held.get(slot, {}).items()
             for writer, (_, size) in held.items()
-            if other is None or writer in other.get(name, {})
+            if other is None or writer in self._held.get(other, {}).get(name, {})
         )
 
     def _size(self, name: str) -> int:
@@ -164,7 +158,3 @@ class Holdings:
 def domains_of(groups: Iterable[Sequence[str]]) -> dict[str, str]:
     """Return {host: its failure domain} for lists of hosts that fail together."""
     return {host: f"domain {number}" for number, hosts in enumerate(groups) for host in hosts}
-
-
-def _key(name: str) -> tuple[int, int]:
-    return step_and_attempt(name) or (0, 0)

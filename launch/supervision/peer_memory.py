@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from muster.jobs.basics.words import counted, spell_ranks
-from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.names import position
 from muster.jobs.hosts import nodelist
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
@@ -73,7 +73,7 @@ class PeerMemory:
         match message:
             case wire.Keeping():
                 self._on_keeping(slot, message, attempt, slots)
-            case wire.Kept() if message.name != self.complete and _attempt(message.name) < self._since:
+            case wire.Kept() if message.name != self.complete and position(message.name)[1] < self._since:
                 return None  # a rank of an earlier attempt wrote it while it was being stopped
             case wire.Kept():
                 self.holdings.note(slot, message.name, message.writer, message.writers, message.sha256, message.bytes)
@@ -108,8 +108,8 @@ class PeerMemory:
                 "checkpoint.memory_every_steps: all nodes are on one host, so copies of the state stay there; a "
                 "restart after lost ranks uses them, but they are lost with the host"
             )
-        elif chosen.on_one_host or chosen.in_one_domain:
-            shared = counted(chosen.on_one_host + chosen.in_one_domain, "node")
+        elif chosen.together:
+            shared = counted(chosen.together, "node")
             self._say(f"{shared} copy the state to a node that may fail together with them; use more failure domains")
         for slot, other in chosen.of.items():
             where = ("", "", 0)
@@ -118,9 +118,9 @@ class PeerMemory:
             self.run_nodes.send(slot, wire.CopyTo(attempt, *where))
 
     def _on_kept(self, name: str, attempt: int, slots: Sequence[Slot]) -> int | None:
-        found = step_and_attempt(name) or (0, 0)
+        found = position(name)
         self._begun = {each: at for each, at in self._begun.items() if each == name} or {name: time.monotonic()}
-        if found <= (step_and_attempt(self.complete) or (-1, 0)):
+        if self.complete and found <= position(self.complete):
             return None
         if not self.holdings.is_safe(name, slots, self._partners):
             return None
@@ -129,7 +129,8 @@ class PeerMemory:
         for slot in self.run_nodes.alive():
             self.run_nodes.send(slot, wire.Complete(attempt, name))
         held = max(self.holdings.nbytes(slot) for slot in slots)
-        sent = max(self.holdings.nbytes(slot, only=self._partners.get(slot)) for slot in slots)
+        pairs = ((slot, other) for slot, other in self._partners.items() if other is not None)
+        sent = max((self.holdings.nbytes(slot, other) for slot, other in pairs), default=0)
         seconds = round(time.monotonic() - self._begun.pop(name, time.monotonic()), 3)
         cost = {"bytes": held, "sent": sent, "seconds": seconds}
         self.log.event("copied", attempt=attempt, step=found[0], checkpoint=name, **cost)
@@ -139,7 +140,7 @@ class PeerMemory:
 
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint of which the living nodes have every shard; 0 if there is none."""
-        return next((each.step for each in self.holdings.available(self.run_nodes.alive())), 0)
+        return next((each.step for each in self.candidates(-1)), 0)
 
     def candidates(self, after: int) -> list[InMemory]:
         """List the checkpoints in memory that are newer than step `after`, newest first."""
@@ -161,20 +162,21 @@ class PeerMemory:
         """
         why = self.why_lost(after)
         for found in self.candidates(after):
-            deadline = time.monotonic() + self.fetch(found, attempt, slots) + limit_s
-            if not await until(lambda: self.is_fetched() or time.monotonic() > deadline):  # noqa: B023
+            deadline = time.monotonic() + self._fetch(found, attempt, slots) + limit_s
+            if not await until(lambda: self._fetched(found) is not None or time.monotonic() > deadline):  # noqa: B023
                 return None
-            chosen = self.fetched(found)
+            late = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(self._fetching - self._answers.keys()))))
+            chosen = self._fetched(found) or f"{late} did not get {found.name} in time"
             if not isinstance(chosen, str):
-                self.begin_from(found.name, attempt)
+                self._begin_from(found.name, attempt)
                 return chosen
             why = chosen
         if why:
             self.log.tell("not_in_memory", attempt=attempt, why=why)
-        self.begin_from("", attempt)
+        self._begin_from("", attempt)
         return None
 
-    def fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
+    def _fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
         """Order the nodes of the next attempt, and those with shards, to prepare its reading; return the time limit.
 
         One node collects the records of the shards, and the others get them there, so that messages stay short.
@@ -189,27 +191,23 @@ class PeerMemory:
             self.run_nodes.send(slot, collect if slot in holders[:1] else rest)
         return found.nbytes / SLOWEST_BYTES_PER_S
 
-    def is_fetched(self) -> bool:
-        """Return whether all nodes have answered, or one of them cannot have the checkpoint."""
-        failed = any(each.why for each in self._answers.values())
-        lost = any(not self.run_nodes.nodes[slot].is_alive for slot in self._fetching)
-        return failed or lost or self._answers.keys() >= self._fetching
-
-    def fetched(self, found: InMemory) -> Chosen | str:
-        """Return the checkpoint from which all nodes can continue, or why they cannot."""
-        slots = sorted(self._fetching, key=lambda slot: not (slot in self._answers and self._answers[slot].why))
-        for slot in slots:
-            answer, host = self._answers.get(slot), self.run_nodes.nodes[slot].host
-            if answer is None or answer.name != found.name:
-                return f"{host} did not get {found.name} in time"
-            if answer.why:
-                return f"{host} could not get {found.name} from the memory of the nodes: {answer.why}"
-        digests = {self._answers[slot].sha256 for slot in slots}
+    def _fetched(self, found: InMemory) -> Chosen | str | None:
+        """Return the checkpoint from which all nodes can continue, or why they cannot; None until all have answered."""
+        answers = {slot: each for slot, each in self._answers.items() if each.name == found.name}
+        for slot in self._fetching:
+            node = self.run_nodes.nodes[slot]
+            if slot in answers and answers[slot].why:
+                return f"{node.host} could not get {found.name} from the memory of the nodes: {answers[slot].why}"
+            if not node.is_alive:
+                return f"{node.host} was lost before it got {found.name} from the memory of the nodes"
+        if answers.keys() < self._fetching:
+            return None
+        digests = {each.sha256 for each in answers.values()}
         if len(digests) != 1:
             return f"the nodes have different contents of {found.name}"
         return {"checkpoint": found.name, "step": found.step, "sha256": digests.pop(), "memory": True}
 
-    def begin_from(self, name: str, attempt: int) -> None:
+    def _begin_from(self, name: str, attempt: int) -> None:
         """Delete all other checkpoints in memory; `name` is "" if the next attempt uses none of them."""
         self.complete, self._since = name, attempt
         for slot in self.run_nodes.alive():
@@ -219,7 +217,7 @@ class PeerMemory:
     def why_lost(self, after: int) -> str:
         """Return why the newest checkpoint in memory is lost; "" if it is not, or not newer than step `after`."""
         found = self.holdings.unavailable(self.complete, self.run_nodes.alive())
-        if found is None or (step_and_attempt(self.complete) or (0, 0))[0] <= after:
+        if found is None or position(self.complete)[0] <= after:
             return ""
         writers, slots = found
         hosts = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(slots))))
@@ -229,7 +227,3 @@ class PeerMemory:
         if text not in self._said:
             self._said.add(text)
             self.log.tell("warning", text=text)
-
-
-def _attempt(name: str) -> int:
-    return (step_and_attempt(name) or (0, 0))[1]

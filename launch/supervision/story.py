@@ -126,8 +126,7 @@ class Story:
                 times["detect_s"] = round(max(0.0, self.decided_at - self.failed_at), 3)
             times["stop_s"] = round(max(0.0, over - self.decided_at), 3)
         last = self.last_step(nodes)
-        kept = self.saved_step if self.saved_step is not None else 0 if self.from_memory else self.origin_step
-        kept = max(kept, in_memory)
+        kept = max(self.newest["step"], in_memory)
         origin = f"{self.origin}{IN_MEMORY}" if self.from_memory else self.origin
         settings = self.context.job.settings
         return {

@@ -17,10 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.basics.words import counted
-from muster.jobs.machine import ports
-from muster.launch.wire.channel import Channel, over_socket
-from muster.launch.wire.handshake import (
+from muster.jobs.basics.handshake import (
     LONGEST,
     REFUSED,
     WELCOME,
@@ -30,6 +27,9 @@ from muster.launch.wire.handshake import (
     node_key,
     read_greeting,
 )
+from muster.jobs.basics.words import counted
+from muster.jobs.machine import ports
+from muster.launch.wire.channel import Channel, over_socket
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
 UNPROVED: Final = 256  # maximum handshakes at once, plus one per node; a further one drops the oldest without greeting

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.handshake import node_key
 from muster.launch import agent
-from muster.launch.wire.handshake import node_key
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, closed_port, port_of, prove_supervisor
 
 KEY = node_key(RUN_SECRET, 0)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.handshake import node_key
 from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.common.processes import of_run
-from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY, SECRET
 from support.agents import closed_port
 from support.live import wait_until

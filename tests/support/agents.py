@@ -11,12 +11,12 @@ from typing import IO, Any, TypeVar
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch import agent
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import Channel
 from muster.launch.wire.codec import decode, encode
-from muster.launch.wire.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
 from muster.launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
 from support.live import wait_until
 

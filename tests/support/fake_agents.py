@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from muster.jobs.basics.handshake import AgentSide, node_key
 from muster.jobs.hosts.placement import Host
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.jobs.spec.failover import RestartSettings
@@ -21,7 +22,6 @@ from muster.launch.transports.base import Gate
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import START_BYTES
 from muster.launch.wire.codec import decode, encode
-from muster.launch.wire.handshake import AgentSide, node_key
 from muster.launch.wire.listener import Listener
 from support.messages import exited, hello
 

@@ -147,14 +147,14 @@ def test_ranks_of_a_slow_node_or_gpu_are_named_as_that_node_or_gpu() -> None:
 def test_the_evidence_names_the_part_of_the_step_and_survives_the_events_file() -> None:
     one = a_straggler("rank", {rank: Place(0, "n0") for rank in range(4)}, (1,))
     assert "forward and backward" in one.evidence
-    assert 1.2 < one.own_s / one.usual_s < 1.4
+    assert 1.2 < one.slow.own_s / one.slow.usual_s < 1.4
     row = typed(json.loads(json.dumps({"event": "slow", "stragglers": [one.record(), {"kind": "moon"}, 7]})))
     assert read_stragglers(row["stragglers"]) == (one,)
     for name in one.record():
         broken = {**one.record(), name: "\x1b[2J"}
         for each in read_stragglers([broken]):
             assert each.kind in ("rank",)
-            assert each.part in PARTS
+            assert each.slow.part in PARTS
     assert read_stragglers({"kind": "rank"}) == ()
 
 

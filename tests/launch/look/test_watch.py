@@ -19,7 +19,7 @@ from muster.launch.look.watch.frame import ViewChoice, WatchFrame, draw
 from muster.launch.look.watch.steps import TAIL_BYTES, RankSteps
 from muster.launch.look.watch.watched import RunReader, WatchedRun
 from muster.launch.records.progress_file import ProgressFile, read_progress
-from muster.launch.records.stragglers import Straggler
+from muster.launch.records.stragglers import Slowness, Straggler
 from muster.launch.supervision.run_nodes import NodeState
 from support.terminals import HOSTILE, forbidden_in
 
@@ -48,7 +48,7 @@ def large(make_run: Callable[..., Any]) -> Any:
         chance, path = random.Random(rank), folder.run.attempt(0).metrics(rank)
         rows = [a_step(each, work_s=0.06 * chance.uniform(0.97, 1.03)) for each in range(101, 121)]
         path.write_text("".join(json.dumps(row | {"time": row["time"] + 0.1 * row["step"]}) + "\n" for row in rows))
-    slow = Straggler("rank", 41, "n", None, (333,), 0.08, 0.079, 0.06, 0.02, "forward and backward", 101, 120)
+    slow = Straggler("rank", 41, "n", None, (333,), Slowness(0.08, 0.079, 0.06, 0.02, "forward and backward", 101, 120))
     folder.event("slow", 30.0, attempt=0, stragglers=[slow.record()])
     folder.step(120, steps=500)
     manifest = folder.run.checkpoint(100, 0).manifest

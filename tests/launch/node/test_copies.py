@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.basics.errors import UnreachableError
+from muster.jobs.checkpoint import remote
 from muster.jobs.checkpoint.commit import begin
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.read import CheckpointReader
+from muster.jobs.checkpoint.remote import NodesMemory
 from muster.jobs.checkpoint.shard import ShardRecord, write_shard
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.saving.memory import NodesMemory
 from muster.launch.node import copies as module
-from muster.launch.node import copy_reads
 from muster.launch.node.copies import Copies, delete_leftovers, prefix
+from muster.launch.node.copy_requests import put
 from muster.launch.wire import messages as wire
 
 NAME, KEY, LOCAL = "step-00000010.a000", "ab" * 32, "127.0.0.1"
@@ -114,10 +115,8 @@ async def prepare(one: Node, other: Node) -> list[wire.Fetched]:
 
 def read(node: Node, name: str, count: int) -> bytes:
     """Read a tensor of the prepared checkpoint, as a rank of the node does."""
-    assert node.copies.run is not None
     folder = CheckpointDir(node.folder())
-    remote = NodesMemory(node.copies.run, NAME)
-    with CheckpointReader(folder, read_manifest(folder), remote=remote) as reader:
+    with CheckpointReader(folder, read_manifest(folder), remote=NodesMemory(folder)) as reader:
         reader.read_into(whole(name, "U8", (count,)), data := bytearray(count))
     return bytes(data)
 
@@ -144,7 +143,7 @@ def test_a_rank_is_told_if_no_node_has_a_shard(monkeypatch: pytest.MonkeyPatch, 
         other.write(1)
         await prepare(one, other)
         other.copies.close()
-        monkeypatch.setattr(copy_reads, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(remote, "PATIENCE_S", 0.2)
         with pytest.raises(UnreachableError, match=r"no node has sent shard 1: the node at 127.0.0.1"):
             await asyncio.to_thread(read, one, "model/1", 8)
 
@@ -208,12 +207,31 @@ def test_a_node_with_another_key_gets_nothing(monkeypatch: pytest.MonkeyPatch, t
     async def work(one: Node, other: Node, port: int) -> None:
         one.write(0)
         other.write(1)
-        assert one.copies.reads is not None
-        one.copies.reads.secret = "cd" * 32
+        one.copies.secret = "cd" * 32
         await one.copies.fetch(wire.Fetch(1, NAME, KEY, 2, True, ((LOCAL, port, ((1, 1),)),)))
         answer = one.told[-1]
         assert isinstance(answer, wire.Fetched)
         assert "does not hold" in answer.why
+
+    with_nodes(monkeypatch, tmp_path, work)
+
+
+def test_with_the_key_of_ranks_nothing_can_be_put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def work(one: Node, other: Node, port: int) -> None:
+        one.write(0)
+        record = other.write(1)
+        assert other.copies.run is not None
+        key = (other.copies.run.path / remote.KEY).read_text()
+        assert key != KEY
+
+        def attempt() -> None:
+            with remote.dialled(LOCAL, port_of(one), key, remote.READER) as connection:
+                assert connection.ask(remote.get(NAME, "shard-00000.ok"))[0]["bytes"] > 0
+                put(connection, CheckpointDir(other.folder()), record, lambda _: None)
+
+        with pytest.raises(UnreachableError):
+            await asyncio.to_thread(attempt)
+        assert {path.name for path in one.folder().glob("shard-*")} == {"shard-00000.ok", "shard-00000.safetensors"}
 
     with_nodes(monkeypatch, tmp_path, work)
 

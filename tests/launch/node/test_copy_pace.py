@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from muster.launch.node import copy_pace
-from muster.launch.node.copy_pace import LONGEST_WAIT_S, PATIENCE_S, SPREAD, CopyPace, OtherTraffic
+from muster.launch.node.copy_pace import LONGEST_S, LONGEST_WAIT_S, SPREAD, CopyPace, OtherTraffic
 
 HEAD = "Inter-|   Receive\n face |bytes packets\n"
 
 
-def window_s(interval_s: float, nbytes: int = 1 << 20) -> float:
+def window_s(interval_s: float) -> float:
     """Return how long after the first shard of the second checkpoint a sender may still wait."""
     pace = CopyPace()
     for name, at in (("one", 100.0), ("two", 100.0 + interval_s)):
-        pace.shard(name, nbytes, at)
-        pace.shard(name, nbytes, at)
+        pace.shard(name, at)
+        pace.shard(name, at)
         if name == "one":
             assert not pace.may_wait(at, at)  # nothing is known about the time between two copies
     begun, waited_s = 100.0 + interval_s, 0.0
@@ -31,10 +31,10 @@ def test_a_copy_may_wait_for_a_part_of_the_time_until_the_next(interval_s: float
 
 
 def test_a_copy_ends_before_its_sender_and_its_receiver_give_up() -> None:
-    assert window_s(7200.0) == pytest.approx(PATIENCE_S, abs=0.2)
+    assert window_s(7200.0) == pytest.approx(LONGEST_S, abs=0.2)
     pace = CopyPace()
     for name, at in (("one", 0.0), ("two", 60.0)):
-        pace.shard(name, 1, at)
+        pace.shard(name, at)
     assert pace.may_wait(60.0, 60.9)
     assert not pace.may_wait(60.0, 60.0 + LONGEST_WAIT_S)
 

@@ -33,14 +33,14 @@ def test_every_node_keeps_the_copies_of_one_other_node(racks: list[int]) -> None
     hosts = dict(enumerate(host for group in groups for host in group))
     found = partners(hosts, domains_of(groups))
     assert sorted(found.of.values(), key=int) == sorted(hosts)  # type: ignore[arg-type]
-    assert (found.on_one_host, found.in_one_domain) == (0, 0)
+    assert found.together == 0
 
 
 def test_nodes_that_must_share_a_domain_or_a_host_are_counted() -> None:
     shared = partners({0: "a", 1: "b"}, domains_of([["a", "b"]]))
-    assert (shared.of, shared.in_one_domain, shared.on_one_host) == ({0: 1, 1: 0}, 2, 0)
+    assert (shared.of, shared.together) == ({0: 1, 1: 0}, 2)
     one_host = partners({0: "a", 1: "a", 2: "a"}, {})
-    assert one_host.on_one_host == 3
+    assert one_host.together == 3
     assert partners({0: "a"}, {}).of == {0: None}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.basics.handshake import node_key
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.runfolder.rundir import RunDir
@@ -24,7 +25,6 @@ from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.transports.srun import srun_transport
 from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.submitit import Submitit
-from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY
 from muster.launch.wire.messages import Bye
 from support.agents import Gate

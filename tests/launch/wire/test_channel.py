@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.jobs.basics.handshake import node_key
 from muster.launch.agent import dial, hello, line
 from muster.launch.wire.channel import CHATTER_LINES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket
-from muster.launch.wire.handshake import node_key
 from muster.launch.wire.listener import Listener
 from muster.launch.wire.messages import Bye, Held, Log, Start, Swept
 from support.agents import DEADLINE_S, LOOPBACK

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.wire import handshake
-from muster.launch.wire.codec import encode
-from muster.launch.wire.handshake import (
+from muster.jobs.basics import handshake
+from muster.jobs.basics.handshake import (
     LONGEST,
     AgentSide,
     HandshakeError,
@@ -23,6 +22,7 @@ from muster.launch.wire.handshake import (
     node_key,
     read_greeting,
 )
+from muster.launch.wire.codec import encode
 from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Beat, Start
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, Started, port_of

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import pytest
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.handshake import LONGEST, AgentSide, node_key
 from muster.launch.agent import dial, hello, line
 from muster.launch.wire import listener as module
 from muster.launch.wire.channel import Channel, over_socket
 from muster.launch.wire.codec import encode
-from muster.launch.wire.handshake import LONGEST, AgentSide, node_key
 from muster.launch.wire.listener import Listener
 from muster.launch.wire.messages import Held
 from support.agents import DEADLINE_S, LOOPBACK

@@ -15,6 +15,9 @@ address, because a proof contains the address.
 A run has one secret. The key of a node is HMAC-SHA256 of its number under the secret. If each node gets only its own
 key (agents started by hand), no node can impersonate another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
 
+Agents and ranks that copy or read the state in the memory of nodes use the same handshake; the one that dials is then
+the agent, and the one that listens the supervisor (`jobs/checkpoint/remote.py`).
+
 Agents import this module before they greet, so it imports only `hmac` and `os`.
 """
 
