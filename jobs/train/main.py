@@ -4,6 +4,7 @@
 functions if another launcher started the ranks.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -147,7 +148,7 @@ def join(job: "Job", env: RankEnv, reporter: Reporter, living: LivingState | Non
             store = connect(env, job.start_timeout_s)
         held = None if living is None else living.device_index
         world = join_group(store, job, env, meet(store, env, job.start_timeout_s, held))
-        world = replace(world, check=None if living is None else living.check)
+        world = world if living is None else living.among(world)
     else:
         world = World(0, 1, None, choose_device(settings.device, 0, [this_peer()]))
     reporter.joined()
@@ -232,6 +233,9 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
         print(describe(job, data, world), flush=True)
     prepare(settings_of(job).profile, cuda_graph=records(settings_of(job), world.device.type))
     memory = record_memory(start, job, world)
+    if start.resume is not None and living.trainer is not None:
+        living.end()
+        gc.collect()  # two trainers may need too much memory
     trainer = build_trainer(settings_of(job), data, world)
     if world.rank == 0 and trainer.engine.notice:
         print(trainer.engine.notice, flush=True)
