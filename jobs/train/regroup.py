@@ -168,13 +168,11 @@ class LivingState:
             torch.cuda.current_stream().synchronize()
         if self.orders.has_come:
             raise Interrupted("the group has ended")
-        if self._exchanges and world.group is not None:
+        if self._exchanges:
             self._exchanged += 1
             first = KEY + self._exchanged * world.size
-            mine = torch.tensor([first + world.rank], device=world.device)
-            numbers = mine.new_empty(world.size)
-            dist.all_gather_into_tensor(numbers, mine, group=world.group)
-            if numbers.tolist() != [*range(first, first + world.size)]:
+            numbers = world.gather(torch.tensor(first + world.rank, device=world.device))
+            if torch.stack(numbers).tolist() != [*range(first, first + world.size)]:
                 raise Interrupted("another rank has left the group")
 
     def begin(self, trainer: "Trainer", done: int, reporter: Reporter) -> None:

@@ -204,6 +204,7 @@ def checked(world: World) -> list:
     except RuntimeError as error:
         why = "lost" if is_lost_connection(error) else str(error)
     dist.barrier()
+    ours.close()
     return [why]
 
 
