@@ -286,7 +286,7 @@ def by_hand(**split: Any) -> dict[str, Any]:
     "train",
     [
         pytest.param({"mode": "zero1"}, marks=pytest.mark.soak),
-        {"mode": "zero2"},
+        pytest.param({"mode": "zero2"}, marks=pytest.mark.soak),
         {"mode": "zero3"},
         by_hand(zero=1),
         pytest.param({"mode": "fsdp", "exact": None}, marks=pytest.mark.soak),
