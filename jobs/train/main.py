@@ -112,6 +112,9 @@ def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Repor
         Resume.read(payload.get("resume")),
         None if in_place is None else InPlace(in_place["checkpoint"], joining=in_place["joining"]),
     )
+    if start.resume is not None and living.trainer is not None:
+        living.end()
+        gc.collect()  # two trainers may need too much memory
     ended = train_in(start, job, join(job, env, reporter, living), reporter, living)
     living.end()
     return ended
@@ -233,9 +236,6 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
         print(describe(job, data, world), flush=True)
     prepare(settings_of(job).profile, cuda_graph=records(settings_of(job), world.device.type))
     memory = record_memory(start, job, world)
-    if start.resume is not None and living.trainer is not None:
-        living.end()
-        gc.collect()  # two trainers may need too much memory
     trainer = build_trainer(settings_of(job), data, world)
     if world.rank == 0 and trainer.engine.notice:
         print(trainer.engine.notice, flush=True)

@@ -289,7 +289,7 @@ def by_hand(**split: Any) -> dict[str, Any]:
         pytest.param({"mode": "zero2"}, marks=pytest.mark.soak),
         {"mode": "zero3"},
         by_hand(zero=1),
-        pytest.param({"mode": "fsdp", "exact": None}, marks=pytest.mark.soak),
+        pytest.param({"mode": "fsdp", "exact": None, "virtual_ranks": None}, marks=pytest.mark.soak),
     ],
 )
 def test_sharded_ranks_continue_from_the_copies_in_memory(
