@@ -112,7 +112,9 @@ class LivingState:
         self.device_index: int | None = None  # of the CUDA device that this rank has used
         self.done = NONE
         self.evaluated = NONE
-        self._has_trained = False
+        self._can_wait = (
+            False  # this rank has trained, or was ordered to join: after a lost connection it gets an order
+        )
         self.regroups = False  # this attempt continues in place
         self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False
@@ -139,7 +141,7 @@ class LivingState:
     def hold(self, trainer: "Trainer", done: int) -> None:
         """Hold the state of a trainer after `done` steps."""
         self.trainer, self.done, self._in_step = trainer, done, False
-        self.device_index, self._has_trained = trainer.world.device.index, True
+        self.device_index, self._can_wait = trainer.world.device.index, True
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
         self._exchanges = is_split(trainer)
@@ -234,7 +236,7 @@ class LivingState:
         except Interrupted:
             raise
         except Exception as error:
-            lost = self._has_trained and is_lost_connection(error)
+            lost = self._can_wait and is_lost_connection(error)
             if not lost and not self.orders.has_come:
                 raise
             raise Interrupted(str(error).partition("\n")[0]) from error
@@ -270,7 +272,7 @@ class LivingState:
         if order is not None:
             leave_group()
             become_another(order)
-            self._has_passed = True
+            self._has_passed = self._can_wait = True
         return order
 
 
