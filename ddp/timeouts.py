@@ -54,6 +54,11 @@ def lost_at_once() -> Iterator[None]:
         _is_at_once.reset(token)
 
 
+def patience(limit_s: float) -> float:
+    """Return the time to wait for reports of other ranks: `limit_s`, or none within `lost_at_once`."""
+    return 0.0 if _is_at_once.get() else limit_s
+
+
 class CollectiveTimeoutError(RuntimeError):
     """A collective did not end within the group's timeout. The message names the bucket and the missing ranks."""
 
@@ -127,8 +132,7 @@ def explain(
     mine = _Report(entered.step, entered.launched, waited_s, timed_out)
     group = process_group or dist.group.WORLD
     assert group is not None  # this rank has just communicated, so it has a group
-    lost_s = 0.0 if _is_at_once.get() else LOST_S
-    received = _exchange_reports(mine, entered, group, LATER_S if timed_out else lost_s)
+    received = _exchange_reports(mine, entered, group, LATER_S if timed_out else patience(LOST_S))
     reports = {rank: received.get(place) for place, rank in enumerate(dist.get_process_group_ranks(group))}
     who = f"rank {dist.get_rank()}: {_name(entered)}"
     if any(each.timed_out for each in received.values()):

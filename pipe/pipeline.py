@@ -234,6 +234,11 @@ class Pipeline:
             raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
         return self._guarded(lambda: clip(self.module, self.tied, self._connections, max_norm))
 
+    def abort(self) -> None:
+        """End this rank's waits for messages of other ranks, from another thread. The pipeline cannot be used again."""
+        if self._connections is not None:
+            self._connections.wire.abort()
+
     def __reduce__(self) -> Any:
         raise TypeError("a pipeline holds connections and cannot be copied or pickled; copy its module or state dict")
 

@@ -45,12 +45,11 @@ def split_of(settings: "TrainRules", world_size: int) -> Parallel:
 
 
 def with_copies(settings: T, world_size: int) -> T:
-    """Return the settings of a split model with as many copies as a number of ranks can have.
+    """Return settings with `parallel:` for as many copies of the model as a number of ranks can have.
 
-    Other settings, and those that do not fit any number of copies, are returned unchanged.
+    A mode fits any number. Settings that do not fit any number of copies are returned unchanged.
     """
-    given = settings.parallel
-    if given is None or given.pipe * given.tensor == 1:
+    if (given := settings.parallel) is None:
         return settings
     copies, left = divmod(world_size, given.pipe * given.tensor)
     return settings if left or not copies else replaced(settings, parallel=replaced(given, data=copies))

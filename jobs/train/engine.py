@@ -111,9 +111,20 @@ class Engine:
         return losses
 
     def differentiate(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Compute the mean gradients of a step; return the losses."""
+        """Compute the mean gradients, clipped by the norm of the whole model's, each counted once; return the losses.
+
+        This contains all collectives of the step that the update depends on.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        return self.runs.run(step, shards)
+        losses = self.runs.run(step, shards)
+        self.scaler.prepare(
+            self.replica.gradients(),
+            self.clip_norm,
+            self.model.norm_group,
+            exact=self.same_norm,
+            counted=self.model.counted(),
+        )
+        return losses
 
     @property
     def is_checked(self) -> bool:
@@ -126,15 +137,8 @@ class Engine:
             self.before_update()
 
     def update(self) -> None:
-        """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
-        self.scaler.step(
-            self.optimizer,
-            self.replica.gradients(),
-            self.clip_norm,
-            self.model.norm_group,
-            exact=self.same_norm,
-            counted=self.model.counted(),
-        )
+        """Step the optimizer."""
+        self.scaler.advance(self.optimizer)
         self.clock.lap("optimizer")
 
     def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
@@ -188,10 +192,15 @@ class Engine:
                 raise
             return work()
 
-    def end_graphs(self) -> None:
-        """Destroy this rank's graphs, also while a frame of an exception refers to them. No replay follows."""
+    def cut(self) -> None:
+        """Destroy this rank's graphs, also while a frame of an exception refers to them, and end a pipeline's messages.
+
+        No step follows. Another thread than that of the steps may call this method.
+        """
         if self.graphed is not None:
             self.graphed.end()
+        if self.stages is not None:
+            self.stages.pipeline.abort()
 
     def agree_on_graphs(self) -> None:
         """If a rank has freed its graphs, free those of all ranks: a collective."""

@@ -60,7 +60,7 @@ class Recordable(Protocol):
         ...
 
     def differentiate(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run the first half of the step, up to the mean gradients; return its losses."""
+        """Run the first half of the step, up to the clipped mean gradients; return its losses."""
         ...
 
     def check(self) -> None:
@@ -68,7 +68,7 @@ class Recordable(Protocol):
         ...
 
     def update(self) -> None:
-        """Run the second half of the step, which changes the state."""
+        """Run the second half of the step, which changes the state. It needs no other rank."""
         ...
 
     def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:

@@ -4,6 +4,7 @@
 functions if another launcher started the ranks.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -111,6 +112,9 @@ def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Repor
         Resume.read(payload.get("resume")),
         None if in_place is None else InPlace(in_place["checkpoint"], joining=in_place["joining"]),
     )
+    if start.resume is not None and living.trainer is not None:
+        living.end()
+        gc.collect()  # two trainers may need too much memory
     ended = train_in(start, job, join(job, env, reporter, living), reporter, living)
     living.end()
     return ended
@@ -147,7 +151,7 @@ def join(job: "Job", env: RankEnv, reporter: Reporter, living: LivingState | Non
             store = connect(env, job.start_timeout_s)
         held = None if living is None else living.device_index
         world = join_group(store, job, env, meet(store, env, job.start_timeout_s, held))
-        world = replace(world, check=None if living is None else living.check)
+        world = world if living is None else living.among(world)
     else:
         world = World(0, 1, None, choose_device(settings.device, 0, [this_peer()]))
     reporter.joined()

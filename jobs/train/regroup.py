@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -53,6 +53,7 @@ NONE: Final = -1
 COPIED: Final = ("gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp")  # syncs that replicate all state
 SHARDED: Final = ("sharded", "fsdp")  # syncs of which each rank has a shard of the state
 FIRST: Final = (0, 1, 1)  # the group of rank 0
+KEY: Final = 0x4D75737465720000  # added to the numbers of `LivingState.check`, so that no other data has them
 
 
 class Interrupted(Exception):
@@ -108,14 +109,21 @@ class LivingState:
         self.stays = stays and orders.are_possible
         self.trainer: Trainer | None = None
         self.data: Data | None = None
+        self.device_index: int | None = None  # of the CUDA device that this rank has used
         self.done = NONE
         self.evaluated = NONE
+        self._can_wait = (
+            False  # this rank has trained, or was ordered to join: after a lost connection it gets an order
+        )
         self.regroups = False  # this attempt continues in place
         self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False
         self._has_passed = False  # the process has passed to another attempt, and completed no step in it
         self._cleans = False  # the next step first frees what the last attempt has left
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the step in progress
+        self._world = World(0, 1, None, torch.device("cpu"))
+        self._exchanges = False  # a check also exchanges numbers with the other ranks
+        self._exchanged = 0
         self.store = StoreConnection()
         self._connections = GroupConnections(self.store)
         if self.stays:
@@ -125,39 +133,49 @@ class LivingState:
 
     # In a step ------------------------------------------------------------------------------------------------------
 
+    def among(self, world: World) -> World:
+        """Return the world of an attempt, which checks the values that it gathers."""
+        self._world, self._exchanges, self._exchanged = world, False, 0
+        return replace(world, check=self.check)
+
     def hold(self, trainer: "Trainer", done: int) -> None:
         """Hold the state of a trainer after `done` steps."""
         self.trainer, self.done, self._in_step = trainer, done, False
+        self.device_index, self._can_wait = trainer.world.device.index, True
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
-        if self.stays and trainer.engine.stages is not None:
-            trainer.engine.scaler.agrees = True  # no stage is updated before all stages have their mean gradients
-        trainer.engine.before_update = self.check if self.stays and not why_unique(trainer) else None
+        self._exchanges = is_split(trainer)
+        can_stay = self.stays and (reloads(trainer) or not why_unique(trainer))
+        trainer.engine.before_update = self.check if can_stay else None
 
     @cached_property
     def own_code(self) -> dict[str, str]:
         """The user's own files, as they were when this process first began to train as rank 0."""
         return code.files_of(Path.cwd())
 
-    @property
-    def device_index(self) -> int | None:
-        """The index of the CUDA device of the state; None without a state, or on CPUs."""
-        return None if self.trainer is None else self.trainer.world.device.index
-
     def check(self) -> None:
         """Wait until the device has done its work so far, and check that no collective in it was aborted.
 
-        An order comes before it aborts collectives. So without an order, all of them have ended as they should.
+        An order comes before it aborts collectives. So without an order, those of this rank have ended as they should.
+        The parts of a split model must be updated by all ranks, or by none. So these ranks then exchange numbers: a
+        rank with an order sends none.
 
         Raises:
-            Interrupted: if an order has come.
+            Interrupted: if an order has come, to this rank or another one.
         """
         if not self.stays:
             return
-        if self.trainer is not None and self.trainer.world.device.type == "cuda":
+        world = self._world
+        if world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self.orders.has_come:
             raise Interrupted("the group has ended")
+        if self._exchanges:
+            self._exchanged += 1
+            first = KEY + self._exchanged * world.size
+            numbers = world.gather(torch.tensor(first + world.rank, device=world.device))
+            if torch.stack(numbers).tolist() != [*range(first, first + world.size)]:
+                raise Interrupted("another rank has left the group")
 
     def begin(self, trainer: "Trainer", done: int, reporter: Reporter) -> None:
         """Hold the state of a trainer, and report which ranks have copies of it."""
@@ -166,11 +184,11 @@ class LivingState:
             reporter.replicas(*replicas_of(trainer), reloads=reloads(trainer))
 
     def end(self) -> None:
-        """Drop the state after the last attempt.
+        """Drop the state: after the last attempt, or before a checkpoint replaces it.
 
         The trainer's world refers to this object, and NCCL cannot destroy a group while a cycle keeps a CUDA graph.
         """
-        self.trainer, self._buffers = None, []
+        self.trainer, self._buffers, self.done = None, [], NONE
 
     def begin_step(self) -> None:
         """Copy what a forward changes, which are the running statistics of batch norms."""
@@ -218,7 +236,7 @@ class LivingState:
         except Interrupted:
             raise
         except Exception as error:
-            lost = self.trainer is not None and is_lost_connection(error)
+            lost = self._can_wait and is_lost_connection(error)
             if not lost and not self.orders.has_come:
                 raise
             raise Interrupted(str(error).partition("\n")[0]) from error
@@ -232,7 +250,7 @@ class LivingState:
         cutting = threading.Thread(target=self._connections.cut, name="abort", daemon=True)
         cutting.start()
         if self.trainer is not None:
-            self.trainer.engine.end_graphs()
+            self.trainer.engine.cut()
         cutting.join()
 
     def connected(self) -> None:
@@ -244,7 +262,7 @@ class LivingState:
     ) -> Mapping[str, Any] | None:
         """Leave the group, and wait for an order; return None if none comes."""
         if self.trainer is not None:
-            self.trainer.engine.end_graphs()
+            self.trainer.engine.cut()
         self._connections.leave()  # the other ranks notice at once
         page.own.enter(Phase.START)
         why = why.split(". This is typically")[0]  # gloo's advice
@@ -254,7 +272,7 @@ class LivingState:
         if order is not None:
             leave_group()
             become_another(order)
-            self._has_passed = True
+            self._has_passed = self._can_wait = True
         return order
 
 
@@ -276,13 +294,17 @@ def parts_of(world: World) -> list[range]:
     return [range(first, first + stage, world.tensor) for first in firsts]
 
 
+def is_split(trainer: "Trainer") -> bool:
+    """Return whether a rank has only a part of the model's layers or of each layer."""
+    return trainer.engine.stages is not None or trainer.world.tensor > 1
+
+
 def why_unique(trainer: "Trainer") -> str:
     """Return why no rank has the state of another; "" if all ranks have all of the state."""
     world, stages = trainer.world, trainer.engine.stages
-    is_split = stages is not None or world.tensor > 1
-    if trainer.settings.sync not in COPIED or (is_split and trainer.settings.parallel is None):
+    if trainer.settings.sync not in COPIED or (is_split(trainer) and trainer.settings.parallel is None):
         return "no rank has a copy of the state of another"
-    if is_split and world.device.type == "cuda":
+    if is_split(trainer) and world.device.type == "cuda":
         return "a split model continues in place on CPUs only"
     if stages is not None and trainer.engine.model.whole.buffers:
         return "the stages have running statistics, which only one copy of each has"
@@ -290,10 +312,13 @@ def why_unique(trainer: "Trainer") -> str:
 
 
 def reloads(trainer: "Trainer") -> bool:
-    """Return whether the ranks that are left, however many, can load a checkpoint from memory without a restart."""
-    sync, world = trainer.settings.sync, trainer.world
-    is_split = trainer.engine.stages is not None or world.tensor > 1
-    return not is_split and (sync in COPIED or (sync in SHARDED and world.device.type == "cpu"))
+    """Return whether the ranks that are left can load a checkpoint from memory without a restart.
+
+    They are any number of ranks, or of whole copies of a split model.
+    """
+    settings, on_cpu = trainer.settings, trainer.world.device.type == "cpu"
+    has_copies = not is_split(trainer) or (settings.parallel is not None and on_cpu)
+    return has_copies and (settings.sync in COPIED or (settings.sync in SHARDED and on_cpu))
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
@@ -320,6 +345,7 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
     for part in engine.state.wanted_copies({name: part.piece for name, part in own.items()}):
         with torch.no_grad():
             part.tensor.copy_(own[part.piece.name].tensor)
+    living.check()
     engine.replica.refresh()
     living.regroups = True
     behind = sum(0 <= done < source.done for done, _ in (each.tolist() for each in told))

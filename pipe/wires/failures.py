@@ -11,12 +11,13 @@ for it write the cause.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from muster.ddp.timeouts import STORE_S, ask_store
+from muster.ddp.timeouts import AT_ONCE_S, STORE_S, ask_store, patience
 
 LISTEN_S: Final = 2.0  # a failing rank writes the cause before it closes its connections, so a short wait is enough
 POLL_S: Final = 0.02
@@ -39,18 +40,20 @@ class Board:
 
     def write(self, cause: str) -> str:
         """Write a cause unless there is one already; return the first one."""
-        return self._ask(lambda store: str(store.compare_set(CAUSE, "", cause).decode()), STORE_S) or cause
+        limit_s = patience(STORE_S) or AT_ONCE_S
+        return self._ask(lambda store: str(store.compare_set(CAUSE, "", cause).decode()), limit_s) or cause
 
     def read(self) -> str | None:
         """Return the cause that another rank wrote, waiting up to `LISTEN_S`; None if there is none."""
-        return self._ask(_listen, LISTEN_S + STORE_S)
+        listen_s = patience(LISTEN_S)
+        return self._ask(partial(_listen, listen_s), listen_s + STORE_S if listen_s else AT_ONCE_S)
 
     def _ask(self, question: Callable[[Store], str | None], limit_s: float) -> str | None:
         return ask_store(self._group, f"pipe/{self._group.group_name}", question, limit_s)
 
 
-def _listen(store: Store) -> str | None:
-    deadline = time.monotonic() + LISTEN_S
+def _listen(listen_s: float, store: Store) -> str | None:
+    deadline = time.monotonic() + listen_s
     while not store.check([CAUSE]):
         if time.monotonic() > deadline:
             return None

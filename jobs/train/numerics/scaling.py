@@ -52,9 +52,8 @@ class Scaler:
         """Return the tensor at which the backward starts: the loss, or NaN if the loss is not finite."""
         return loss * (loss.detach() * 0.0 + 1.0)
 
-    def step(
+    def prepare(
         self,
-        optimizer: torch.optim.Optimizer,
         gradients: Sequence[Tensor],
         clip_norm: float | None,
         group: Group = None,
@@ -62,15 +61,14 @@ class Scaler:
         exact: bool = False,
         counted: Sequence[Tensor] | None = None,
     ) -> None:
-        """Unscale and clip gradients that are already averaged over ranks, and step the optimizer.
+        """Unscale and clip gradients that are already averaged over ranks, before `advance`.
 
-        Ranks of a `group` share the gradients. With `exact`, clipped gradients have the same bits as in one process.
-        `counted` lists the gradients that this rank adds to the norm (None: all).
+        Ranks of a `group` share the gradients, and this is a collective. With `exact`, clipped gradients have the same
+        bits as in one process. `counted` lists the gradients that this rank adds to the norm (None: all).
         """
         self.unscale(gradients, group if self.agrees else None)
         if clip_norm is not None:
             clip(gradients, clip_norm, group, exact=exact, counted=counted)
-        self.advance(optimizer)
 
     def unscale(self, gradients: Sequence[Tensor], group: Group = None) -> None:
         """Divide gradients by the loss scale, and record whether all are finite on all ranks of a group."""

@@ -87,7 +87,7 @@ class Parts:
 
 def whole_layers(whole: Forms, world: World) -> Parts:
     """Return the `Parts` of a rank whose layers are not split."""
-    return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1))
+    return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1, check=None))
 
 
 def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, settings: "TrainSettings") -> Parts:
@@ -100,7 +100,7 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
         split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
     else:
         split = split_made(module, settings, groups.tensor)
-    along = replace(world, rank=world.tensor_rank, size=world.tensor, group=groups.tensor, pipe=1, tensor=1)
+    along = replace(world, rank=world.tensor_rank, size=world.tensor, group=groups.tensor, pipe=1, tensor=1, check=None)
     return Parts(whole, Forms(module), split.slices, along)
 
 

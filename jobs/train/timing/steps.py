@@ -106,6 +106,6 @@ def _timed(trainer: Trainer) -> dict[str, float]:
         synchronize(device)
         host.append(run())
     synchronize(device)
-    trainer.engine.end_graphs()
     seconds, hosts, cpus = every(step_s, median(host[1:] or host), cpu_s)
+    trainer.engine.cut()
     return {"seconds": max(seconds), "host_s": max(hosts), "cpu_s": sum(cpus) / len(cpus)}

@@ -146,7 +146,8 @@ def build_step(task: TimingTask) -> Callable[[], None]:
 
     def step() -> None:
         backward()
-        scaler.step(optimizer, gradients_of(parameters), None)
+        scaler.prepare(gradients_of(parameters), None)
+        scaler.advance(optimizer)
 
     return step
 

@@ -191,7 +191,8 @@ def test_a_gradient_that_only_sums_to_infinity_is_stepped_with(dtype):
     for place, value in enumerate((torch.finfo(dtype).max, -torch.inf, torch.nan, 0.5)):
         weight.grad = torch.full_like(weight, torch.finfo(dtype).max if place == 0 else 0.5)
         weight.grad[7] = value
-        scaler.step(optimizer, [weight.grad, torch.zeros(0)], None)
+        scaler.prepare([weight.grad, torch.zeros(0)], None)
+        scaler.advance(optimizer)
         assert (float(scaler.found_inf), int(scaler.first_lost)) == [(0.0, 0), (1.0, 2), (1.0, 2), (0.0, 2)][place]
 
 

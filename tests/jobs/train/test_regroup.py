@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import socket
+import time
 import weakref
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.metrics import TrainedStep
 from muster.jobs.train.profiling.clock import StepTimes
-from muster.jobs.train.regroup import NONE, LivingState, NewestState, replicas_of, take_over
+from muster.jobs.train.regroup import NONE, Interrupted, LivingState, NewestState, replicas_of, take_over
 from muster.jobs.world.connections import GroupConnections, StoreConnection
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
@@ -178,6 +179,37 @@ def interrupted(world: World) -> list:
 
 def test_an_order_interrupts_a_collective_on_both_sides(on_ranks) -> None:
     assert on_ranks(2, interrupted) == [[True, {"rank": 7}], [True, None]]
+
+
+def checked(world: World) -> list:
+    """Rank 1 gets an order between two checks. Rank 0, which has another stage of the model, gets none."""
+    connections = GroupConnections(StoreConnection())
+    ours, theirs = socket.socketpair()
+    living = LivingState(Orders(theirs.detach()), stays=True)
+    world = living.among(replace(world, group=dist.new_group([0, 1])))
+    living.hold(trainer_of(world, {**GPT, "parallel": {"pipe": 2}}), 0)
+    connections.complete()
+    living.check()
+    if world.rank == 1:
+        ours.sendall(json.dumps({"rank": 7}).encode() + b"\n")
+        deadline = time.monotonic() + 30.0
+        while not living.orders.has_come and time.monotonic() < deadline:
+            time.sleep(0.01)
+    try:
+        living.check()
+        why = "it would update its stage"
+    except Interrupted:
+        why = "interrupted"
+        connections.cut()
+    except RuntimeError as error:
+        why = "lost" if is_lost_connection(error) else str(error)
+    dist.barrier()
+    ours.close()
+    return [why]
+
+
+def test_no_stage_is_updated_if_another_one_has_an_order(on_ranks) -> None:
+    assert on_ranks(2, checked) == [["lost"], ["interrupted"]]
 
 
 def test_a_process_without_a_rank_parent_gets_no_orders() -> None:

@@ -19,7 +19,8 @@ ADAMW = OptimizerSettings(name="adamw", lr=0.1)
 
 def step(scaler: LossScaler, optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradient: float, **more) -> None:
     weight.grad = torch.full_like(weight, gradient) * scaler.scale
-    scaler.step(optimizer, [weight.grad], more.get("clip_norm"))
+    scaler.prepare([weight.grad], more.get("clip_norm"))
+    scaler.advance(optimizer)
 
 
 @pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
