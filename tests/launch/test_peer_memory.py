@@ -15,7 +15,7 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.launch.node.copies import SHARED_MEMORY
-from support.exact_jobs import STEPS, TRAIN
+from support.exact_jobs import STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
@@ -43,7 +43,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def of(text: str) -> dict[str, str]:
         folder = tmp_path_factory.mktemp("whole")
-        live = LiveRun(folder, job(nodes=1, train=json.loads(text), checkpoint={"every_steps": 1000}))
+        train = {"data": tokens(pause_s=0.0), **json.loads(text)}
+        live = LiveRun(folder, job(nodes=1, train=train, checkpoint={"every_steps": 1000}))
         assert live.end() == 0, live.err
         return hashes(live.run.path)
 

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any, Final
 
 STEPS: Final = 60
-PACED: Final = f"{Path(__file__).with_name('paced_tokens.py')}:sets"
+GPT: Final = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1}
+
+
+def tokens(pause_s: float) -> dict[str, Any]:
+    """Return the `data:` of random tokens, with a pause for each sample."""
+    make = f"{Path(__file__).with_name('paced_tokens.py')}:sets"
+    return {"make": make, "args": {"context": 32, "vocabulary": 64, "pause_s": pause_s}}
+
+
 TRAIN: Final[dict[str, Any]] = {
-    "model": {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1, "vocabulary": 64},
-    "data": {"make": PACED, "args": {"context": 32, "vocabulary": 64, "pause_s": 0.02}},
+    "model": {**GPT, "vocabulary": 64},
+    "data": tokens(pause_s=0.02),
     "mode": "flat",
     "exact": True,
     "virtual_ranks": 12,
