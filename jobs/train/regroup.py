@@ -112,9 +112,8 @@ class LivingState:
         self.device_index: int | None = None  # of the CUDA device that this rank has used
         self.done = NONE
         self.evaluated = NONE
-        self._can_wait = (
-            False  # this rank has trained, or was ordered to join: after a lost connection it gets an order
-        )
+        # this rank has trained, or was ordered to join: after a lost connection, an order comes
+        self._can_wait = False
         self.regroups = False  # this attempt continues in place
         self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False

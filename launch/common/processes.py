@@ -10,7 +10,7 @@ environment is not found. A zombie counts as gone, because it runs no code and o
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -48,12 +48,6 @@ def command_line(pid: int) -> str:
     """Return a process's command line, shortened for a message; `?` if the process is gone."""
     words = procfs.text_of(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
     return (words[:117] + "..." if len(words) > 120 else words) or "?"
-
-
-def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """End the processes that have these pids now, as `end` does; return the pids that survive."""
-    alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
-    return end(alive, term_s=term_s, kill_s=kill_s)
 
 
 def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:

@@ -24,7 +24,6 @@ from muster.launch.wire.records import Progress
 
 EVERY_S: Final = 1.0
 SHARE: Final = 0.02
-LONGEST_HOST: Final = 256
 SUSPENDED: Final = ("T", "t")  # process states in proc(5): stopped by a signal, or by a debugger
 
 _rank, _attempt = below(MOST_RANKS), below(MOST_ATTEMPTS)

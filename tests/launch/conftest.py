@@ -16,6 +16,7 @@ from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from support.agents import LOOPBACK, Started
+from support.live import kill
 from support.sshd import Sshd
 
 T0 = 1735689600.0  # 2025-01-01 00:00:00 UTC
@@ -126,7 +127,7 @@ class Starter:
 
     def stop(self) -> None:
         """Kill and reap everything that was started."""
-        processes.kill_all(self.pids, term_s=0.0)
+        kill(*self.pids)
         for child in self.children:
             child.kill()
             child.wait()

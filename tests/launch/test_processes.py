@@ -62,16 +62,9 @@ def test_the_one_who_looks_and_its_parents_are_not_found() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_kill_all_waits_for_term_no_longer_than_needed(start_process) -> None:
-    pid = start_process("kill")
-    begin = time.monotonic()
-    assert processes.kill_all([pid], term_s=20.0) == []
-    assert time.monotonic() - begin < 10.0
-
-
-def test_kill_all_leaves_others_alone(start_process) -> None:
+def test_end_leaves_others_alone(start_process) -> None:
     victim, bystander = start_process("kill"), start_process("kill")
-    processes.kill_all([victim])
+    assert processes.end({victim: processes.start_ticks(victim)}) == []
     assert processes.start_ticks(bystander) is not None
 
 

@@ -10,7 +10,7 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from muster.launch.common import processes
 from muster.launch.submit import stopping as stop_command
-from support.live import wait_until
+from support.live import kill, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def test_a_supervisor_that_dies_while_it_stops_leaves_its_work_to_us(make_run, m
     supervisor = start_process(None)
     folder = make_run().submitted(pid=supervisor, pid_start=processes.start_ticks(supervisor)).attempt()
     leftover = start_process(ID)
-    supervise(folder, lambda _: processes.kill_all([supervisor], term_s=0.0))
+    supervise(folder, lambda _: kill(supervisor))
     code, out, _ = muster("stop")
     assert (code, out) == (0, f"{ID} is closed: supervisor was gone; 1 leftover process ended\n")
     assert processes.start_ticks(leftover) is None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.processes import of_run
+from muster.launch.common import processes
 
 DEADLINE_S = 90.0
 SLEEP = "import time; print('ready'); time.sleep(1000)"
@@ -81,7 +81,7 @@ class LiveRun:
 
     def left(self) -> list[int]:
         """Processes that still carry the run id."""
-        return of_run(self.run.run_id)
+        return processes.of_run(self.run.run_id)
 
     def interrupt(self) -> None:
         """Ctrl-C."""
@@ -94,6 +94,11 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
     while not condition():
         assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"
         time.sleep(0.02)
+
+
+def kill(*pids: int) -> None:
+    """End processes by SIGKILL, and wait until they are gone."""
+    processes.end({pid: ticks for pid in pids if (ticks := processes.start_ticks(pid)) is not None}, term_s=0.0)
 
 
 def parent_of(pid: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.jobs.hosts import ranks
-from muster.launch.common.processes import kill_all, of_run
+from muster.launch.common.processes import kill_run, of_run
 from support.live import wait_until
 
 DEADLINE_S = 20.0
@@ -132,7 +132,7 @@ class Warm:
         self.close()
         self.process.kill()
         self.process.wait()
-        kill_all(self.left(), term_s=0.0)
+        kill_run(self.run_id, term_s=0.0)
         self.said.close()
 
 

@@ -31,11 +31,6 @@ class PipelineTimes:
     busy_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
-    @property
-    def bubble_s(self) -> float:
-        """The mean time for which a rank waits for others or for messages."""
-        return self.seconds - sum(self.busy_s) / len(self.busy_s)
-
 
 @dataclass(frozen=True)
 class PipelineTask:

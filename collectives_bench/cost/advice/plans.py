@@ -19,7 +19,6 @@ LEFT_OUT: Final = (
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "zero1", "zero2")  # ways to average gradients between pipelines
 WITH_LAYERS: Final = ("allreduce", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2")
-TWO_CHUNKS: Final = 2
 
 
 @dataclass(frozen=True)

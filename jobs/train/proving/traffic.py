@@ -24,7 +24,6 @@ SENT: Final = {
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
     **dict.fromkeys(("recv", "recv_anysource"), 0),
 }
-TO_ONE: Final = ("send", "recv", "recv_anysource")
 
 
 @dataclass(frozen=True)
