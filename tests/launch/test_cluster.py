@@ -1,6 +1,5 @@
 """The same job over every transport, on four nodes of a box: real sshd, real pdsh, real Slurm."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from muster.jobs.spec.load import EXAMPLES
 from muster.launch.common.processes import of_run
 from support.box import BoxUser, LiveBox, ended
 from support.live import wait_until
+from support.soak import only_some
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -72,7 +72,6 @@ TRANSPORTS = {
     "slurm": over("slurm"),
     "submitit": over("submitit", "--executor", "slurm"),
 }
-soaked = functools.partial(pytest.param, marks=pytest.mark.soak)
 REMOTE = [name for name in TRANSPORTS if name != "local"]
 
 
@@ -126,7 +125,7 @@ WORDS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters
 
 
 # test_ssh_transport.py does this over ssh and pdsh too, with harder words and more examples.
-@pytest.mark.parametrize("transport", [soaked(name) if name in {"ssh", "pdsh"} else name for name in REMOTE])
+@pytest.mark.parametrize("transport", only_some(REMOTE, ["by hand", "slurm"]))
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(words=st.lists(WORDS, min_size=1, max_size=8))
 def test_arguments_and_variables_survive_byte_for_byte(transport, user, tmp_path, words: list[str]) -> None:
@@ -153,7 +152,10 @@ def test_arguments_and_variables_survive_byte_for_byte(transport, user, tmp_path
 # To the supervisor a killed node is a closed connection, as a killed agent is: see test_run_stopping.py.
 @pytest.mark.parametrize(
     ("how", "transport"),
-    [("power", "ssh"), soaked("kill", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")],
+    only_some(
+        [("power", "ssh"), ("kill", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")],
+        [("power", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")],
+    ),
 )
 def test_a_lost_node_is_named_and_nothing_is_left(how, transport, user) -> None:
     box = user.box

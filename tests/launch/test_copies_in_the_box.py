@@ -7,7 +7,7 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from support.box import LiveBox
-from support.exact_jobs import TRAIN
+from support.exact_jobs import TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
@@ -22,7 +22,7 @@ def job(nodes: int, **checkpoint: int) -> str:
         "nodes": nodes,
         "threads_per_rank": 1,
         "grace_s": 1,
-        "train": {**TRAIN, "mode": "zero3", "steps": STEPS},
+        "train": {**TRAIN, "data": tokens(pause_s=0.0), "mode": "zero3", "steps": STEPS},
         "checkpoint": {"every_steps": 100_000, **checkpoint},
         "restart": {"max": 3, "min_nodes": 1, "backoff": 0.0},
     }

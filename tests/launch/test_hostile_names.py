@@ -14,6 +14,7 @@ from muster.jobs.runfolder.rundir import list_runs
 from muster.jobs.spec import yamlfile
 from support.box import LiveBox
 from support.live import DEADLINE_S
+from support.soak import only_some
 from support.sshd import ADDRESSES, Sshd
 
 pytestmark = pytest.mark.ranks
@@ -92,7 +93,7 @@ def muster(tmp_path: Path, python: Path, sshd: Sshd) -> Muster:
     return call
 
 
-@pytest.mark.parametrize("transport", ["local", "ssh", "pdsh"])
+@pytest.mark.parametrize("transport", only_some(["local", "ssh", "pdsh"], ["local", "ssh"]))
 def test_ranks_of_ours_never_import_the_users_files(muster: Muster, transport: str) -> None:
     _, done = muster(transport, TRAINING)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -147,7 +148,7 @@ def in_slurm(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", ["slurm", "submitit"])
+@pytest.mark.parametrize("transport", only_some(["slurm", "submitit"], ["slurm"]))
 def test_neither_does_a_job_of_slurms(tmp_path: Path, python: Path, box: LiveBox, transport: str) -> None:
     write_theirs(tmp_path)
     (tmp_path / "job.yaml").write_text(TRAINING)

@@ -165,7 +165,8 @@ def lose_and_regain(box: LiveBox, live: LiveRun, how: str) -> list[dict[str, Any
     return ended
 
 
-@pytest.mark.parametrize("how", ["unplug", pytest.param("kill", marks=pytest.mark.soak)])
+@pytest.mark.soak  # the test below loses a node in the same way
+@pytest.mark.parametrize("how", ["unplug", "kill"])
 def test_three_nodes_continue_in_place_and_the_fourth_joins_them(box: LiveBox, tmp_path: Path, how: str) -> None:
     live = start(box, tmp_path, max=20, min_nodes=1, in_place="auto")
     ended = lose_and_regain(box, live, how)
