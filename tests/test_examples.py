@@ -20,6 +20,7 @@ from muster.jobs.spec.load import EXAMPLES, load_job
 from muster.jobs.spec.train import TrainSettings
 from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
+from support.soak import only_some
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 Ended = subprocess.CompletedProcess[str]
@@ -27,6 +28,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 # These are vgg11.yaml in another mode, and take as long: a few of their steps show that they run, and learn.
 SHORTER = ["--set", "train.epochs=null", "--set", "train.steps=5"]
+SOAKED = {"single", "vgg11-ddp", "vgg11-gather-scatter"}  # other tests train in these modes
 SHORTENED = {"asynchronous", "exact", "single", "vgg11-bucketed", "vgg11-ddp", "vgg11-gather-scatter"}
 
 
@@ -60,7 +62,7 @@ def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str
     ahead.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only_some(NAMES, [name for name in NAMES if name not in SOAKED]))
 def test_example(name: str, ended: Ahead[str, tuple[Ended, Path]]) -> None:
     done, runs = ended.result(name)
     assert done.returncode == 0, done.stderr

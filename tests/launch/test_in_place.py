@@ -75,7 +75,10 @@ def no_step_is_repeated(live: LiveRun) -> None:
     assert len(steps) - len(set(steps)) <= len(live.events("regrouped"))
 
 
-@pytest.mark.parametrize(("victim", "train"), [(0, {}), (2, {"mode": None, "parallel": {"data": 4, "sync": "flat"}})])
+@pytest.mark.parametrize(
+    ("victim", "train"),
+    [(0, {}), pytest.param(2, {"mode": None, "parallel": {"data": 4, "sync": "flat"}}, marks=pytest.mark.soak)],
+)
 def test_three_of_four_ranks_continue_and_the_fourth_joins_them(
     tmp_path: Path, uninterrupted: Any, victim: int, train: dict[str, Any]
 ) -> None:
@@ -151,6 +154,7 @@ def test_the_agent_of_a_node_is_killed(tmp_path: Path, uninterrupted: Any, numbe
     assert hashes(live.run.path) == uninterrupted({})
 
 
+@pytest.mark.soak
 def test_a_rank_is_lost_while_another_one_is_ready_to_join(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job())
     wait_step(live, 10)
@@ -163,6 +167,7 @@ def test_a_rank_is_lost_while_another_one_is_ready_to_join(tmp_path: Path, unint
     assert hashes(live.run.path) == uninterrupted({})
 
 
+@pytest.mark.soak
 def test_ranks_restart_from_the_disk_if_one_is_suspended(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job().replace('"grace_s": 1.0', '"grace_s": 1.0, "hang_s": 3.0'))
     live.wait_for("saved")
@@ -288,7 +293,7 @@ def by_hand(**split: Any) -> dict[str, Any]:
     [
         pytest.param({"mode": "zero1"}, marks=pytest.mark.soak),
         pytest.param({"mode": "zero2"}, marks=pytest.mark.soak),
-        {"mode": "zero3"},
+        pytest.param({"mode": "zero3"}, marks=pytest.mark.soak),
         by_hand(zero=1),
         pytest.param({"mode": "fsdp", "exact": None, "virtual_ranks": None}, marks=pytest.mark.soak),
     ],
@@ -341,6 +346,7 @@ def test_a_node_with_shards_is_lost(tmp_path: Path, uninterrupted: Any) -> None:
     assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
 
 
+@pytest.mark.soak
 def test_a_second_rank_is_lost_while_sharded_ranks_regroup(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero2"}, checkpoint=MEMORY, min_nodes=1))
     before = pids(live, 0)
@@ -367,6 +373,7 @@ def test_a_second_rank_is_lost_when_a_replacement_joins_sharded_ranks(tmp_path: 
     assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
 
 
+@pytest.mark.soak
 def test_a_node_is_lost_while_the_others_get_the_shards(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=MEMORY, min_nodes=1))
     before = pids(live, 0)

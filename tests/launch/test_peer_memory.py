@@ -108,6 +108,7 @@ def test_a_lost_node_in_zero3_loses_few_steps(tmp_path: Path, uninterrupted: Any
     assert not folder.exists()  # the rank parent has deleted it
 
 
+@pytest.mark.soak
 def test_two_nodes_with_copies_of_each_other_are_lost_and_the_disk_is_used(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(checkpoint={"every_steps": 20, "memory_every_steps": 7}))
     live.wait_for("saved")
