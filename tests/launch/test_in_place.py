@@ -15,7 +15,7 @@ from support.exact_jobs import GPT, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
 
 MODEL = TRAIN["model"]
 
@@ -213,7 +213,8 @@ def pipelines(sync: str, **more: Any) -> dict[str, Any]:
     """Return the settings of two pipelines of two stages."""
     split = {"data": 2, "pipe": 2, "sync": sync, "microbatches": 2, **more}
     model = {**MODEL, "layers": 3, "dropout": 0.0}
-    return {"parallel": split, "model": model, "mode": None, "exact": None, "virtual_ranks": None}
+    settings = {"parallel": split, "model": model, "data": tokens(pause_s=0.01)}
+    return {**settings, "mode": None, "exact": None, "virtual_ranks": None}
 
 
 def has_the_losses_of_a_whole_run(live: LiveRun, folder: Path, train: dict[str, Any]) -> None:
