@@ -212,7 +212,7 @@ class AlwaysWhole(Residency):
                 del self._under_way[id(flat_parameter)]
                 self._waiting(*waited)
 
-    _wait_apart = _disable_dynamo(_wait_for)  # a compiled block must not contain the wait, nor the marks of its time
+    _wait_apart = _disable_dynamo(_wait_for)  # compiled code must not contain the wait and its timing
 
     def _adopt(self) -> None:
         """Copy values that were loaded directly into the module into shards and masters."""

@@ -101,7 +101,7 @@ class FileConnection:
         self.say({"why": str(why)[:LONGEST_WHY]})
 
     def ask(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Send a "get", and return the answer and the bytes; errors as for `answer` and `chunks`."""
+        """Send a request of `get`; return the answer and the bytes. Raise the errors of `answer` and `chunks`."""
         self.say(asked)
         told = self.answer()
         count = told.get("bytes")

@@ -40,7 +40,8 @@ from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, 
 
 FOREIGN_LIMIT: Final = 0.05  # a row is flagged if other programs used more than this share of the CPUs
 ALPHA: Final = 0.02  # chance of any false verdict in a comparison
-HOGGED: Final = 0.30  # share of the CPUs used by other programs above which results of different times are not compared
+# If other programs use more than this share of the CPUs, results of different times are not compared.
+HOGGED: Final = 0.30
 TO_FIND: Final = math.log(1.10)  # the difference to detect with the estimated number of launches
 MISSED: Final = 0.05  # accepted probability that such a difference is not detected
 MANY: Final = 1000  # degrees of freedom with which Student's t is almost a normal distribution

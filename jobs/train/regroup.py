@@ -294,7 +294,7 @@ def parts_of(world: World) -> list[range]:
 
 
 def is_split(trainer: "Trainer") -> bool:
-    """Return whether a rank has only a part of the model's layers or of each layer."""
+    """Return whether each rank has only some of the layers, or only a part of each layer."""
     return trainer.engine.stages is not None or trainer.world.tensor > 1
 
 

@@ -63,7 +63,7 @@ class Copies:
         self.complete = ""  # the newest checkpoint of which all nodes have their parts
         self.pace, self.traffic = CopyPace(), OtherTraffic()
         self._fetching: wire.Fetch | None = None
-        self._only_here: Shards = []  # shards of the fetched checkpoint that were on a lost node, too
+        self._only_here: Shards = []  # shards of the fetched checkpoint whose other copy was on a lost node
         self._alone: Shards = []  # those of them that are to be copied now
         self._lock = -1
         self._address = ""
@@ -71,6 +71,7 @@ class Copies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop alone does not keep a task alive
         self._seen: set[tuple[str, int]] = set()  # (checkpoint, shard) that need no copy from here any more
 
     # Orders of the supervisor ---------------------------------------------------------------------------------------
@@ -190,8 +191,12 @@ class Copies:
             with contextlib.suppress(ChannelClosed):  # the agent's main loop notices it, too
                 await self.tell(shard)
 
+        def begin() -> None:
+            self._tasks.add(task := loop.create_task(tell()))
+            task.add_done_callback(self._tasks.discard)
+
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: loop.create_task(tell()))
+            loop.call_soon_threadsafe(begin)
 
     # To the node that keeps our copies ------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ Arrived = tuple[CheckpointDir, ShardRecord]
 
 @contextmanager
 def accepted(connection: socket.socket, address: str, secret: str) -> Iterator[FileConnection]:
-    """Let the other end of a new connection prove that it holds the secret, or the key with which ranks read.
+    """Require the other end of a new connection to prove that it has the secret, or the key with which ranks read.
 
     `address`: the one that it must have dialled; "" if this host does not know it.
 

@@ -63,16 +63,16 @@ class RankPace(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """The evidence that ranks are slow, in one window or several. Times in seconds."""
+    """Measurements which show that ranks are slow, from one window or several. Times are in seconds per step."""
 
     own_s: float
     least_s: float  # the lower end of the 99 % interval of `own_s`
-    usual_s: float  # of the other ranks that do the same work
+    usual_s: float  # the usual own time of the other ranks that do the same work
     waits_s: float  # how much longer the others wait in a step
-    part: str  # of the step; it has most of the excess
+    part: str  # the part of the step that contains most of the excess
     first_step: int
     last_step: int
-    deviations: float = 0.0  # of the others' times, in the excess
+    deviations: float = 0.0  # the excess, in robust standard deviations of the others' times
 
 
 Window = Mapping[int, RankPace]

@@ -120,7 +120,7 @@ nothing was saved: muster stop {ID} ends leftover processes, muster run starts a
 
 
 def test_a_lost_program_that_muster_did_not_start_has_no_supervisor(make_run, muster) -> None:
-    """os._exit and signals leave no last row, so it does not count as done."""
+    """A process that ends by os._exit or a signal writes no last row. Its run does not count as done."""
     direct = {"transport": "direct", "kind": "command", "continue_with": "MUSTER_RESUME=1"}
     folder = make_run().submitted(alive=False, pid=77, pid_start=1, **direct)
     folder.attempt().step(20)

@@ -11,7 +11,7 @@ GPT: Final = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32,
 
 
 def tokens(pause_s: float) -> dict[str, Any]:
-    """Return the `data:` of random tokens, with a pause for each sample."""
+    """Return a `data:` section with random tokens; reading a sample takes `pause_s`."""
     make = f"{Path(__file__).with_name('paced_tokens.py')}:sets"
     return {"make": make, "args": {"context": 32, "vocabulary": 64, "pause_s": pause_s}}
 

@@ -61,7 +61,7 @@ class Scaler:
         exact: bool = False,
         counted: Sequence[Tensor] | None = None,
     ) -> None:
-        """Unscale and clip gradients that are already averaged over ranks, before `advance`.
+        """Unscale and clip gradients that are already averaged over ranks. Call this before `advance`.
 
         Ranks of a `group` share the gradients, and this is a collective. With `exact`, clipped gradients have the same
         bits as in one process. `counted` lists the gradients that this rank adds to the norm (None: all).
