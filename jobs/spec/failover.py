@@ -52,6 +52,6 @@ class RestartSettings(Strict):
     in_place: Literal["auto", False] = Field(
         False,
         description="`auto`: if ranks or nodes are lost, and the others have all of the state, they continue with the "
-        "next step, without a restart; with ZeRO on CPUs, from the last copies in memory (`memory_every_steps`)",
+        "next step, without a restart; with ZeRO, from the last copies in memory (`memory_every_steps`)",
         examples=["auto"],
     )

@@ -134,7 +134,7 @@ class LivingState:
 
     def among(self, world: World) -> World:
         """Return the world of an attempt, which checks the values that it gathers."""
-        self._world, self._exchanges, self._exchanged = world, False, 0
+        self._world, self._exchanges, self._exchanged = world, world.device.type == "cuda", 0
         return replace(world, check=self.check)
 
     def hold(self, trainer: "Trainer", done: int) -> None:
@@ -143,7 +143,7 @@ class LivingState:
         self.device_index, self._can_wait = trainer.world.device.index, True
         buffers = [buffer for _, buffer in persistent_buffers(trainer.engine.module)] if self.stays else []
         self._buffers = [(buffer, torch.empty_like(buffer)) for buffer in buffers]
-        self._exchanges = is_split(trainer)
+        self._exchanges = self._exchanges or is_split(trainer)
         can_stay = self.stays and (reloads(trainer) or not why_unique(trainer))
         trainer.engine.before_update = self.check if can_stay else None
 
@@ -155,9 +155,10 @@ class LivingState:
     def check(self) -> None:
         """Wait until the device has done its work so far, and check that no collective in it was aborted.
 
-        An order comes before it aborts collectives. So without an order, those of this rank have ended as they should.
-        The parts of a split model must be updated by all ranks, or by none. So these ranks then exchange numbers: a
-        rank with an order sends none.
+        An order comes before it aborts collectives, so this rank has aborted none without an order. But on GPUs another
+        rank may have: an aborted kernel of NCCL passes wrong values on, and its peers end as if these were right. And
+        all parts of a split model must be updated, or none. So the ranks exchange numbers, which a rank with an order
+        does not send.
 
         Raises:
             Interrupted: if an order has come, to this rank or another one.
@@ -316,8 +317,9 @@ def reloads(trainer: "Trainer") -> bool:
     They are any number of ranks, or of whole copies of a split model.
     """
     settings, on_cpu = trainer.settings, trainer.world.device.type == "cpu"
-    has_copies = not is_split(trainer) or (settings.parallel is not None and on_cpu)
-    return has_copies and (settings.sync in COPIED or (settings.sync in SHARDED and on_cpu))
+    return settings.sync in (*COPIED, *SHARDED) and (
+        not is_split(trainer) or (settings.parallel is not None and on_cpu)
+    )
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:

@@ -1,8 +1,9 @@
 """The network connections of a rank: to the store, and to one process group. How to close them from another thread.
 
 gloo cannot abort a collective. But if a connection closes, the collective fails at once, here and at the other end.
-NCCL can abort its communicator: its kernels end, with wrong results, and the host continues. So nothing that follows a
-collective on the device may change the state before the host has seen the collective's end.
+NCCL can abort its communicator: its kernels end, with wrong results, and the host continues. They may also send wrong
+values to ranks that have aborted nothing yet. So nothing that follows a collective on the device may change the state
+before the hosts of all ranks have seen the collective's end (`LivingState.check`).
 """
 
 import os

@@ -428,3 +428,53 @@ def test_a_gpu_rank_continues_alone_and_another_joins_it(
         assert ("steps are replayed from a CUDA graph" in said) == (graph == "auto"), said
     no_step_is_repeated(live)
     assert hashes(live.run.path) == uninterrupted(train)
+
+
+ON_GPUS = {"deterministic": True, "steps": 400}
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
+def test_three_of_four_gpus_continue(tmp_path: Path, uninterrupted: Any, mode: str, victim: int) -> None:
+    train = {**ON_GPUS, "mode": mode}
+    live = LiveRun(tmp_path, job(train=train))
+    before = pids(live, 0)
+    wait_step(live, 20)
+    kill(live, 0, victim)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 3, 4]
+    assert len(set(pids(live, 2).values()) & set(before.values())) == 3
+    assert live.events("loaded") == []
+    no_step_is_repeated(live)
+    assert hashes(live.run.path) == uninterrupted(train)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"mode": "zero1", "cuda_graph": "auto"},
+        {"mode": "zero2", "cuda_graph": False},
+        {"mode": "zero3"},
+        {"mode": "fsdp", "exact": None, "virtual_ranks": None},
+    ],
+    ids=lambda train: train["mode"],
+)
+def test_sharded_ranks_on_gpus_continue_from_the_copies_in_memory(
+    tmp_path: Path, uninterrupted: Any, train: dict[str, Any]
+) -> None:
+    train = {**ON_GPUS, **train}
+    live = LiveRun(tmp_path, job(train=train, checkpoint=MEMORY))
+    before = pids(live, 0)
+    wait_copied(live, 15)
+    kill(live, 0, 2)
+    assert live.end() == 0, live.err
+    rows = [*read_lines(live.run.attempts)]
+    assert [row["world_size"] for row in rows] == [4, 3, 4]
+    assert rows[1]["from"].endswith(" in memory")
+    assert rows[2]["from_step"] == rows[1]["last_step"]
+    assert len(set(pids(live, 2).values()) & set(before.values())) == 3
+    nothing_restarted(live, before)
+    if train["mode"] != "fsdp":  # it has no fixed order of sums
+        assert hashes(live.run.path) == uninterrupted(train)
