@@ -245,7 +245,7 @@ class LivingState:
         """Break this rank's collectives, from another thread.
 
         NCCL aborts a communicator when no graph uses it any more, and a graph is destroyed when its collectives have
-        ended, because they are aborted. So both happen at the same time.
+        ended, because they are aborted. So both happen at the same time, as do the ends of a pipeline's messages.
         """
         cutting = threading.Thread(target=self._connections.cut, name="abort", daemon=True)
         cutting.start()
@@ -261,9 +261,8 @@ class LivingState:
         self, why: str, reporter: Reporter, *, timeout_s: float | None = PATIENCE_S
     ) -> Mapping[str, Any] | None:
         """Leave the group, and wait for an order; return None if none comes."""
-        if self.trainer is not None:
-            self.trainer.engine.cut()
-        self._connections.leave()  # the other ranks notice at once
+        self._cut()  # the other ranks notice at once
+        self._connections.leave()
         page.own.enter(Phase.START)
         why = why.split(". This is typically")[0]  # gloo's advice
         reporter.waiting(of=ranks.read(os.environ).attempt, step=max(self.done, 0), why=why)
@@ -301,11 +300,9 @@ def is_split(trainer: "Trainer") -> bool:
 
 def why_unique(trainer: "Trainer") -> str:
     """Return why no rank has the state of another; "" if all ranks have all of the state."""
-    world, stages = trainer.world, trainer.engine.stages
+    stages = trainer.engine.stages
     if trainer.settings.sync not in COPIED or (is_split(trainer) and trainer.settings.parallel is None):
         return "no rank has a copy of the state of another"
-    if is_split(trainer) and world.device.type == "cuda":
-        return "a split model continues in place on CPUs only"
     if stages is not None and trainer.engine.model.whole.buffers:
         return "the stages have running statistics, which only one copy of each has"
     return ""
@@ -316,10 +313,8 @@ def reloads(trainer: "Trainer") -> bool:
 
     They are any number of ranks, or of whole copies of a split model.
     """
-    settings, on_cpu = trainer.settings, trainer.world.device.type == "cpu"
-    return settings.sync in (*COPIED, *SHARDED) and (
-        not is_split(trainer) or (settings.parallel is not None and on_cpu)
-    )
+    has_copies = not is_split(trainer) or trainer.settings.parallel is not None
+    return has_copies and trainer.settings.sync in (*COPIED, *SHARDED)
 
 
 def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
@@ -340,7 +335,7 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
     # Rank 0's batch norms have already seen the step that other ranks have completed.
     buffers = {f"model/{name}" for name, _ in persistent_buffers(engine.module)} if world.rank == 0 else set()
     for route in source.routes(one_root=world.device.type == "cuda"):
-        received = pass_on(own, route, world)
+        received = pass_on(own, route, world, engine.replica.world.group)
         if world.rank in route and world.rank in source.others:
             own = received | {name: part for name, part in own.items() if name in buffers}
     for part in engine.state.wanted_copies({name: part.piece for name, part in own.items()}):
@@ -357,10 +352,12 @@ def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> Ne
     return source
 
 
-def pass_on(own: Mapping[str, TensorPart], route: Sequence[int], world: World) -> dict[str, TensorPart]:
+def pass_on(
+    own: Mapping[str, TensorPart], route: Sequence[int], world: World, group: dist.ProcessGroup | None
+) -> dict[str, TensorPart]:
     """Pass whole tensors on from the first rank of a route to its other ranks, after a list of their names and shapes.
 
-    Ranks that are not on the route do nothing.
+    `group`: the ranks with the same part of the model. Ranks that are not on the route do nothing.
     """
     if world.rank not in route:
         return {}
@@ -368,27 +365,27 @@ def pass_on(own: Mapping[str, TensorPart], route: Sequence[int], world: World) -
     pieces = [(part.piece.name, part.piece.dtype, part.piece.shape) for part in own.values()] if has else []
     text = torch.frombuffer(bytearray(json.dumps(pieces).encode()), dtype=torch.uint8).to(world.device)
     size = torch.tensor([text.numel()], device=world.device)
-    _move(size, route, world)
+    _move(size, route, world.rank, group)
     text = text if has else torch.empty(int(size), dtype=torch.uint8, device=world.device)
-    _move(text, route, world)
+    _move(text, route, world.rank, group)
     parts = {}
     for name, dtype, shape in json.loads(bytes(text.tolist())):
         piece = whole(name, dtype, tuple(shape))
         tensor = own[name].tensor if has else torch.empty(piece.shape, dtype=dtype_of(piece), device=world.device)
         if piece.nbytes:
-            _move(_bytes(tensor).to(world.device), route, world)
+            _move(_bytes(tensor).to(world.device), route, world.rank, group)
         parts[name] = TensorPart(piece, tensor)
     return parts
 
 
-def _move(tensor: Tensor, route: Sequence[int], world: World) -> None:
-    """Copy a tensor of the first rank of a route to the others: to all ranks, or to one."""
-    if len(route) == world.size:
-        dist.broadcast(tensor, route[0], group=world.group)
-    elif world.rank == route[0]:
-        dist.send(tensor, route[1], group=world.group)
+def _move(tensor: Tensor, route: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
+    """Copy a tensor of the first rank of a route to the others: over NCCL to all ranks of the group, else to one."""
+    if tensor.is_cuda:
+        dist.broadcast(tensor, route[0], group=group)
+    elif rank == route[0]:
+        dist.send(tensor, route[1], group=group)
     else:
-        dist.recv(tensor, route[0], group=world.group)
+        dist.recv(tensor, route[0], group=group)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ before the hosts of all ranks have seen the collective's end (`LivingState.check
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing import Final
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _world
 
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.meeting import connect, prefix_of
 
 OPEN: Final = Path("/proc/self/fd")
+ABORT_S: Final = 3.0  # then connections are shut down all the same; the supervisor ends ranks that do not leave
 FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -60,24 +64,21 @@ class GroupConnections:
         self._store = store
         self._before = _sockets() - store.inodes
         self._opened: frozenset[int] | None = None  # None: connections are still being made
-        self._is_aborted = False
+        self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
+        self._lock = threading.Lock()
 
     def complete(self) -> None:
         """Record that all connections have been made. Those that are opened later belong to something else."""
         self._opened = _sockets() - self._before - self._store.inodes
 
     def leave(self) -> None:
-        """Cut the connections. Also forget the store if they were incomplete, because it was cut, too."""
-        self.cut()
+        """After a cut: forget the store if the connections were incomplete, because it was cut, too."""
         if self._opened is None:
             self._store.drop()
 
     def cut(self) -> None:
-        """Shut down all of these connections, and abort NCCL's communicator."""
-        group = dist.group.WORLD
-        if group is not None and not self._is_aborted and dist.get_backend() == "nccl":
-            self._is_aborted = True
-            group.abort()
+        """Shut down all of these connections, and abort NCCL's communicators."""
+        self._abort()
         for descriptor in _descriptors():
             with suppress(OSError):  # another thread has closed it
                 copy = os.dup(descriptor)  # so that the number cannot be reused meanwhile
@@ -88,6 +89,21 @@ class GroupConnections:
                         _shut_down(copy)
                 finally:
                     os.close(copy)
+
+    def _abort(self) -> None:
+        """Abort the communicators of all groups, each once, and wait for this for at most ABORT_S.
+
+        This happens at the same time. An abort frees memory, and so waits for the kernels of all communicators.
+        """
+        with self._lock:
+            for group in [*_world.pg_map]:
+                if group not in self._aborting and dist.get_backend(group) == "nccl":
+                    self._aborting[group] = threading.Thread(target=group.abort, name="abort", daemon=True)
+                    self._aborting[group].start()
+            aborting = [*self._aborting.values()]
+        deadline = time.monotonic() + ABORT_S
+        for thread in aborting:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def leave_group() -> None:

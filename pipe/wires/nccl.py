@@ -41,6 +41,7 @@ class NcclWire:
         self._names = dist.get_process_group_ranks(group)  # world ranks, for error messages
         self._outgoing, self._incoming = beside(device), beside(device)
         self._ways: dict[tuple[int, int], Any] = {}
+        self._not_aborted: list[Any] = []
         # All ranks create pairs in the same order, because creating one waits for the other rank.
         for low, high in sorted((min(peer, self._rank), max(peer, self._rank)) for peer in peers):
             for way in ((low, high), (high, low)):
@@ -49,6 +50,7 @@ class NcclWire:
                 options.config.max_ctas = CTAS
                 store = PrefixStore(f"pipe/{group.group_name}/{way[0]}-{way[1]}", group.get_group_store())
                 self._ways[way] = dist.ProcessGroupNCCL(store, int(self._rank == high), 2, options)
+                self._not_aborted.append(self._ways[way])
                 self._greet(way)
 
     def mark(self) -> Mark:
@@ -77,12 +79,13 @@ class NcclWire:
         return WorkMessage(work, self._names[peer])
 
     def abort(self) -> None:
-        """Abort all communicators, which ends kernels that wait for a peer.
+        """Abort all communicators, each once, which ends kernels that wait for a peer.
 
         The aborts run concurrently. Each abort frees memory, and this waits for all kernels of the device, including
         those of communicators that are not aborted yet.
         """
-        aborting = [Thread(target=way.abort) for way in self._ways.values()]
+        ways, self._not_aborted = self._not_aborted, []
+        aborting = [Thread(target=way.abort, daemon=True) for way in ways]
         for each in aborting:
             each.start()
         for each in aborting:

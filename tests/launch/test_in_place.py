@@ -217,11 +217,12 @@ def pipelines(sync: str, **more: Any) -> dict[str, Any]:
     return {**settings, "mode": None, "exact": None, "virtual_ranks": None}
 
 
-def has_the_losses_of_a_whole_run(live: LiveRun, folder: Path, train: dict[str, Any]) -> None:
+def has_the_losses_of_a_whole_run(live: LiveRun, folder: Path, train: dict[str, Any], *, steps: int = 60) -> None:
     (folder / "whole").mkdir()
     whole = LiveRun(folder / "whole", job(train=train))
     assert whole.end() == 0, whole.err
-    losses = [{row["step"]: row["loss"] for row in read_lines(each.run.metrics)} for each in (live, whole)]
+    rows = [[row for row in read_lines(each.run.metrics) if row["step"] <= steps] for each in (live, whole)]
+    losses = [{row["step"]: row["loss"] for row in each} for each in rows]
     assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-3)
 
 
@@ -430,12 +431,11 @@ def test_a_gpu_rank_continues_alone_and_another_joins_it(
     assert hashes(live.run.path) == uninterrupted(train)
 
 
-ON_GPUS = {"deterministic": True, "steps": 400}
+ON_GPUS = {"deterministic": True, "steps": 800}
 
 
 @pytest.mark.gpu(4)
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
+@pytest.mark.parametrize(("mode", "victim"), [("allreduce", 0), ("bucketed", 2)])
 def test_three_of_four_gpus_continue(tmp_path: Path, uninterrupted: Any, mode: str, victim: int) -> None:
     train = {**ON_GPUS, "mode": mode}
     live = LiveRun(tmp_path, job(train=train))
@@ -478,3 +478,50 @@ def test_sharded_ranks_on_gpus_continue_from_the_copies_in_memory(
     nothing_restarted(live, before)
     if train["mode"] != "fsdp":  # it has no fixed order of sums
         assert hashes(live.run.path) == uninterrupted(train)
+
+
+def in_parts(**split: Any) -> dict[str, Any]:
+    """Return the settings of two copies of a model on four GPUs."""
+    train = {**pipelines("bucketed"), "deterministic": True, "steps": 800}
+    return {**train, "parallel": {"data": 2, "sync": "bucketed", **split}}
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    ("train", "memory"),
+    [
+        ({**in_parts(pipe=2, microbatches=2), "cuda_graph": False}, False),
+        (in_parts(pipe=2, microbatches=2), False),
+        (in_parts(tensor=2), False),
+        (in_parts(pipe=2, microbatches=2, sync="sharded", zero=1), True),
+    ],
+    ids=["pipe", "recorded pipe", "tensor", "pipe with shards"],
+)
+def test_a_copy_of_a_split_model_on_gpus_continues(tmp_path: Path, train: dict[str, Any], memory: bool) -> None:
+    live = LiveRun(tmp_path, job(train=train, checkpoint=MEMORY if memory else None))
+    before = pids(live, 0)
+    wait_copied(live, 15) if memory else wait_step(live, 20)
+    kill(live, 0, 2)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)] == [4, 2, 4]
+    assert len(set(pids(live, 2).values()) & set(before.values())) == 2
+    if memory:
+        nothing_restarted(live, before)
+    else:
+        assert live.events("loaded") == []
+        no_step_is_repeated(live)
+    has_the_losses_of_a_whole_run(live, tmp_path, train, steps=150)
+
+
+@pytest.mark.gpu(4)
+def test_a_second_gpu_rank_is_lost_while_the_others_regroup(tmp_path: Path, uninterrupted: Any) -> None:
+    train = {**ON_GPUS, "mode": "bucketed"}
+    live = LiveRun(tmp_path, job(train=train))
+    wait_step(live, 20)
+    kill(live, 0, 2)
+    live.wait_for("restarting")
+    kill(live, 0, 1)
+    assert live.end() == 0, live.err
+    assert [row["world_size"] for row in read_lines(live.run.attempts)][-1] == 4
+    assert live.events("not_in_place") == []
+    assert hashes(live.run.path) == uninterrupted(train)

@@ -29,7 +29,7 @@ from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.parallel.syncs import replica_of
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
-from muster.pipe.mesh import Groups, Mesh
+from muster.pipe.mesh import AXES, Groups, Mesh
 from muster.pipe.schedules.tables import schedule
 
 if TYPE_CHECKING:
@@ -107,7 +107,11 @@ def groups_of(world: World, split: Parallel) -> Groups | None:
     """Create a rank's process groups: a collective of all ranks. Return None if every rank has all layers whole."""
     if world.group is None or not (split.schedule or split.tensor > 1):
         return None
-    return Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
+    groups = Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
+    if world.device.type == "cuda":  # create NCCL's communicators now, because one that is being created has no abort
+        for group in (groups.world, *(getattr(groups, axis) for axis in AXES)):
+            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+    return groups
 
 
 def parallelize(
