@@ -239,7 +239,8 @@ class LivingState:
             lost = self._can_wait and is_lost_connection(error)
             if not lost and not self.orders.has_come:
                 raise
-            raise Interrupted(str(error).partition("\n")[0]) from error
+            # An aborted collective of NCCL ends with wrong values, and what reads these may fail in any way.
+            raise Interrupted(str(error).partition("\n")[0] if lost else "the group has ended") from error
 
     def _cut(self) -> None:
         """Break this rank's collectives, from another thread.

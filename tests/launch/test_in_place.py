@@ -456,11 +456,11 @@ def test_three_of_four_gpus_continue(tmp_path: Path, uninterrupted: Any, mode: s
         pytest.param(gpus, {"mode": mode, **more}, marks=pytest.mark.gpu(gpus), id=f"{mode} on {gpus}")
         for gpus, mode, more in [
             (2, "zero1", {"cuda_graph": "auto"}),
-            (2, "zero2", {"cuda_graph": False}),
-            (2, "zero3", {}),
+            (2, "zero2", {"cuda_graph": False, "virtual_ranks": 2, "steps": 600}),
+            (2, "zero3", {"virtual_ranks": 2, "steps": 600}),
             (2, "fsdp", {"exact": None, "virtual_ranks": None}),
             (4, "zero1", {"cuda_graph": "auto"}),
-            (4, "zero3", {}),
+            (4, "zero3", {"steps": 200}),
         ]
     ],
 )
