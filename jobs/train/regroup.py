@@ -49,6 +49,13 @@ if TYPE_CHECKING:
     from muster.jobs.train.loop import Trainer
 
 PATIENCE_S: Final = 600.0  # how long to wait for an order; the supervisor decides earlier
+# What PyTorch does if NCCL finds that a peer is lost: end the process, and before that write a trace, for which its
+# threads sleep for a minute.
+OWN_HANDLING: Final = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
 NONE: Final = -1
 COPIED: Final = ("gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp")  # syncs that replicate all state
 SHARDED: Final = ("sharded", "fsdp")  # syncs of which each rank has a shard of the state
@@ -126,8 +133,8 @@ class LivingState:
         self.store = StoreConnection()
         self._connections = GroupConnections(self.store)
         if self.stays:
-            # With NCCL's own handling, a lost peer would end this process.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            for name in OWN_HANDLING:
+                os.environ.setdefault(name, "0")
             orders.listen()
 
     # In a step ------------------------------------------------------------------------------------------------------
