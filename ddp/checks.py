@@ -24,6 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
+DIGEST_BYTES: Final = 32
+ABORTED: Final = "a collective ended without the values of all ranks: a rank has aborted it"
 NAMED_AT_MOST: Final = 8  # maximum number of parameters that one message lists
 OVERLAPS: Final = 1  # returned by torch if elements of a tensor share memory
 
@@ -168,13 +170,45 @@ def gather_json(mine: Any, process_group: dist.ProcessGroup | None, device: torc
     """Gather a JSON value from every rank with two collectives; return the values by rank of the whole job.
 
     Values are padded to the same length, because all ranks of an all-gather must send the same number of bytes.
+
+    Raises:
+        ConnectionError: If a rank has aborted a collective, because NCCL then returns any bytes.
     """
     text = json.dumps(mine).encode()
-    lengths = _gather_bytes(len(text).to_bytes(LENGTH_BYTES, "big"), process_group, device)
-    longest = max(int.from_bytes(each, "big") for each in lengths)
-    texts = _gather_bytes(text.ljust(longest), process_group, device)
-    ranks = dist.get_process_group_ranks(process_group)
-    return dict(zip(ranks, (json.loads(each) for each in texts), strict=True))
+    heads = [length_of(each) for each in _gather_bytes(head_of(text), process_group, device)]
+    texts = _gather_bytes(text.ljust(max(length for length, _ in heads)), process_group, device)
+    values = (json.loads(whole_text(each, *head)) for each, head in zip(texts, heads, strict=True))
+    return dict(zip(dist.get_process_group_ranks(process_group), values, strict=True))
+
+
+def head_of(text: bytes) -> bytes:
+    """Return what announces a text to another rank: its length, its digest, and the digest of both."""
+    head = len(text).to_bytes(LENGTH_BYTES, "big") + hashlib.sha256(text).digest()
+    return head + hashlib.sha256(head).digest()
+
+
+def length_of(head: bytes) -> tuple[int, bytes]:
+    """Return the length and the digest of a text that `head_of` has announced.
+
+    Raises:
+        ConnectionError: If the bytes are other ones, because a rank has aborted the collective.
+    """
+    told, digest = head[:-DIGEST_BYTES], head[-DIGEST_BYTES:]
+    if hashlib.sha256(told).digest() != digest:
+        raise ConnectionError(ABORTED)
+    return int.from_bytes(told[:LENGTH_BYTES], "big"), told[LENGTH_BYTES:]
+
+
+def whole_text(padded: bytes, length: int, digest: bytes) -> bytes:
+    """Return an announced text.
+
+    Raises:
+        ConnectionError: If the bytes are other ones, because a rank has aborted the collective.
+    """
+    text = padded[:length]
+    if hashlib.sha256(text).digest() != digest:
+        raise ConnectionError(ABORTED)
+    return text
 
 
 def require_used(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.checks import head_of, length_of, whole_text
 from muster.ddp.timeouts import lost_at_once
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.pieces import whole
@@ -371,13 +372,14 @@ def pass_on(
         return {}
     has = world.rank == route[0]
     pieces = [(part.piece.name, part.piece.dtype, part.piece.shape) for part in own.values()] if has else []
-    text = torch.frombuffer(bytearray(json.dumps(pieces).encode()), dtype=torch.uint8).to(world.device)
-    size = torch.tensor([text.numel()], device=world.device)
-    _move(size, route, world.rank, group)
-    text = text if has else torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    told = json.dumps(pieces).encode()
+    head = _to(world.device, head_of(told))
+    _move(head, route, world.rank, group)
+    length, digest = length_of(bytes(head.tolist()))
+    text = _to(world.device, told if has else bytes(length))
     _move(text, route, world.rank, group)
     parts = {}
-    for name, dtype, shape in json.loads(bytes(text.tolist())):
+    for name, dtype, shape in json.loads(whole_text(bytes(text.tolist()), length, digest)):
         piece = whole(name, dtype, tuple(shape))
         tensor = own[name].tensor if has else torch.empty(piece.shape, dtype=dtype_of(piece), device=world.device)
         if piece.nbytes:
@@ -394,6 +396,10 @@ def _move(tensor: Tensor, route: Sequence[int], rank: int, group: dist.ProcessGr
         dist.send(tensor, route[1], group=group)
     else:
         dist.recv(tensor, route[0], group=group)
+
+
+def _to(device: torch.device, text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muster import ddp
-from muster.ddp.checks import first_difference, ranks_in_words
+from muster.ddp.checks import first_difference, head_of, length_of, ranks_in_words, whole_text
 from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards, wrap
 from support.data_parallel_models import CASES, ToyModel
@@ -228,3 +228,17 @@ def test_other_misuse_is_refused(on_ranks):
     assert shards == "next_shard() needs a fixed order of additions; build the BucketedDDP with exact=True"
     assert size == "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0"
     assert exact == "exact sums are never cast, but communication_dtype is torch.bfloat16; drop one"
+
+
+@pytest.mark.parametrize("head", [bytes(72), b"\xff" * 72, head_of(b"text")[:-1] + b"?"])
+def test_what_an_aborted_collective_returns_is_no_length(head: bytes) -> None:
+    assert length_of(head_of(b"text"))[0] == 4
+    with pytest.raises(ConnectionError, match="a rank has aborted it"):
+        length_of(head)
+
+
+def test_what_an_aborted_collective_returns_is_no_text() -> None:
+    length, digest = length_of(head_of(b"text"))
+    assert whole_text(b"text  ", length, digest) == b"text"
+    with pytest.raises(ConnectionError, match="a rank has aborted it"):
+        whole_text(b"tex\0  ", length, digest)
