@@ -27,6 +27,8 @@ from muster.jobs.spec.modes import Parallel
 from muster.launch.records.verdict import RankEnd
 
 TRIES: Final = 2  # attempts in a row that may begin in place without completing a step
+# How a rank ends by its own program: by an exit code, or by a signal for an error that no code has caught.
+OF_PROGRAM: Final = (None, "SIGTERM", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 
 Groups = Sequence[Collection[int]]
 
@@ -194,7 +196,7 @@ def why_not(
     """
     if settings is None or settings.in_place != "auto":
         return "restart.in_place is not set"
-    if ending.cause != "own" or ending.hung or (ending.rank is not None and ending.signal in (None, "SIGTERM")):
+    if ending.cause != "own" or ending.hung or (ending.rank is not None and ending.signal in OF_PROGRAM):
         return "the failure may be one of the program"
     if used >= settings.max:
         return "restart.max is used up"

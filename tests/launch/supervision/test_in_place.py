@@ -133,6 +133,7 @@ def test_the_others_continue_after_a_killed_rank_and_after_a_lost_node() -> None
         ({"misfit": lambda world_size: f"not on {world_size}"}, "not on 3"),
         ({"ending": RankEnd(1, 0, "n0", 1, None, 1.0, "own")}, "the failure may be one of the program"),
         ({"ending": RankEnd(1, 0, "n0", None, "SIGTERM", 1.0, "own")}, "the failure may be one of the program"),
+        ({"ending": RankEnd(1, 0, "n0", None, "SIGABRT", 1.0, "own")}, "the failure may be one of the program"),
         ({"ending": RankEnd(1, 0, "n0", None, None, 1.0, "own", hung=True)}, "the failure may be one of the program"),
         ({"ending": RankEnd(1, 0, "n0", 1, None, 1.0, "peer")}, "the failure may be one of the program"),
     ],
