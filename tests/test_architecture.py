@@ -91,11 +91,13 @@ def imported(module: Module, *, functions: bool, typing: bool) -> frozenset[str]
 
 
 def statements(node: ast.AST, *, functions: bool, typing: bool) -> Iterator[ast.AST]:
-    """Walk a tree, leaving out function bodies and type-checking blocks on request."""
+    """Walk a tree but for its expressions, leaving out function bodies and type-checking blocks on request."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not functions:
+        if isinstance(child, ast.expr) or (
+            isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not functions
+        ):
             continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing:
+        if not typing and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
         yield from statements(child, functions=functions, typing=typing)

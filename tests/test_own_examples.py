@@ -20,8 +20,9 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
-from support.ahead import Ahead
+from support.ahead import Ahead, parameters_of
 from support.live import LiveRun, wait_until
+from support.soak import only_some
 from support.transcripts import REPOSITORY, fences, pattern
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
@@ -185,14 +186,16 @@ def variable(pid: int, name: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def ahead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """What is done ahead of the tests, by name."""
     folder = tmp_path_factory.mktemp("own")
-    work = {name: (life, name, folder / name / "runs") for name in ("ddp", "epochs", "fsdp2", "without")}
+    chosen = parameters_of(request, "test_a_run_survives_a_killed_rank_and_a_stop", "name")
+    work = {name: (life, name, folder / name / "runs") for name in AGAIN if name in chosen or name != "without"}
+    if "without" in chosen:
+        work["without undisturbed"] = (undisturbed, "without", "without", folder / "without-torchrun" / "runs")
     work |= {
         "ddp undisturbed": (undisturbed, "plain", "ddp", folder / "plain" / "runs"),
         "fsdp2 undisturbed": (undisturbed, "fsdp2", "fsdp2", folder / "fsdp2-torchrun" / "runs"),
-        "without undisturbed": (undisturbed, "without", "without", folder / "without-torchrun" / "runs"),
         "elsewhere": (elsewhere, folder / "elsewhere" / "runs"),
         "srun": (as_steps_of_srun, folder / "srun" / "runs"),
         "alone": (alone, folder / "alone" / "runs"),
@@ -203,7 +206,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     Started.end_all()
 
 
-@pytest.mark.parametrize("name", list(AGAIN))
+@pytest.mark.parametrize("name", only_some(list(AGAIN), ["ddp", "epochs", "fsdp2"]))
 def test_a_run_survives_a_killed_rank_and_a_stop(name: str, ahead: Callable[[str], Any]) -> None:
     lived: Life = ahead(name)
     assert (lived.stopped, lived.code) == (exits.STOPPED, 0), lived.said
@@ -231,6 +234,7 @@ def test_the_page_shows_what_happens_when_something_fails(ahead: Callable[[str],
     assert pattern(tuple(shown)).fullmatch(ahead("ddp").said), ahead("ddp").said
 
 
+@pytest.mark.soak
 def test_a_script_without_a_session_ends_with_the_same_bits(ahead: Callable[[str], Any]) -> None:
     assert ahead("without").last_line() == ahead("without undisturbed").splitlines()[-1]
 
