@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 TRAINING = """
 name: nano
 nodes: 4
+threads_per_rank: 1
 train: {model: gpt-nano, data: synthetic, mode: allreduce, batch_size: 8, steps: 3, log_every: 1, evaluate: false}
 """
 HELLO = "name: hello\nnodes: 4\nbench: {operation: hello}\n"

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DEADLINE_S = 120.0
 JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"
-LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000")
+LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000", "--set", "threads_per_rank=1")
 RARELY = ("--set", "checkpoint.every_s=null", "--set", "checkpoint.every_steps=1000000")
 PROGRAM = """
 import json, os, signal, sys, time

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.ranks
 NAMES = ("muster", "cloudlab", "collectives_bench", "ddp", "jobs", "launch", "pipe", "slurm", "zero")
 # A process of Muster's that imports one of these ends; the user's own program, which sets OWN, finds all of them.
 THEIRS = "import os\nif 'OWN' not in os.environ: raise SystemExit(f'{__file__} was imported')\nMINE = __name__\n"
-TRAINING = "nodes: 2\ntrain: {model: vgg11, data: digits, mode: zero1, batch_size: 32, steps: 2, evaluate: false}\n"
+TRAINING = """
+nodes: 2
+threads_per_rank: 1
+train: {model: vgg11, data: digits, mode: zero1, batch_size: 32, steps: 2, evaluate: false}
+"""
 PROGRAM = f"import {', '.join(NAMES)}; print(*(each.MINE for each in ({', '.join(NAMES)})))"
 
 # The user's project: modules and packages that are called like Muster's, and a script that uses both.

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 TRAINING: dict[str, Any] = {
     "name": "outage",
     "nodes": 4,
+    "threads_per_rank": 1,
     "grace_s": 1,
     "hang_s": 8,
     "train": {
