@@ -15,7 +15,6 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 from muster.pipe.layer_times import layer_seconds
 from muster.pipe.schedules.cuts import by_hand, even
@@ -84,6 +83,8 @@ def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None =
 
 def _flops(layers: nn.Sequential, input_size: Sequence[int]) -> list[float]:
     """Count the operations of every layer, forward and backward. The model's input gets no gradient."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton where there is one: 0.4 s of CPU time
+
     totals, x = [], _dummy(layers, input_size)
     for name, layer in _named_layers(layers):
         with FlopCounterMode(display=False) as counter, _named(name, x), torch.enable_grad():

@@ -73,7 +73,8 @@ def modules() -> dict[str, Module]:
     return found
 
 
-def imported(module: Module, *, functions: bool, typing: bool) -> set[str]:
+@cache
+def imported(module: Module, *, functions: bool, typing: bool) -> frozenset[str]:
     """Name what a module imports: our modules from their package on, others as written.
 
     `functions` adds imports inside functions, `typing` those under `if TYPE_CHECKING`.
@@ -86,21 +87,24 @@ def imported(module: Module, *, functions: bool, typing: bool) -> set[str]:
             module_name = f"{node.module}.".removeprefix(OURS)
             full = {module_name + alias.name for alias in node.names}
             names |= {name if name in modules() else module_name.rstrip(".") or name for name in full}
-    return names
+    return frozenset(names)
 
 
 def statements(node: ast.AST, *, functions: bool, typing: bool) -> Iterator[ast.AST]:
-    """Walk a tree, leaving out function bodies and type-checking blocks on request."""
+    """Walk a tree but for its expressions, leaving out function bodies and type-checking blocks on request."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not functions:
+        if isinstance(child, ast.expr) or (
+            isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not functions
+        ):
             continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing:
+        if not typing and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
         yield from statements(child, functions=functions, typing=typing)
 
 
-def needs_torch() -> set[str]:
+@cache
+def needs_torch() -> frozenset[str]:
     """Name the modules that import torch at any level, or import such a module, or live in a package that does."""
     edges = {}
     for name, module in modules().items():
@@ -110,7 +114,7 @@ def needs_torch() -> set[str]:
     found = {name for name, targets in edges.items() if any(root(target) == "torch" for target in targets)}
     while more := {name for name, targets in edges.items() if name not in found and targets & found}:
         found |= more
-    return found
+    return frozenset(found)
 
 
 def ancestors(name: str) -> list[str]:

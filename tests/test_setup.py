@@ -16,6 +16,7 @@ import pytest
 
 from muster.jobs.basics import exits
 from support.package_index import PackageIndex, serving, sha256, wheel
+from support.soak import only_some
 from support.users import AS_ATTACKER, needs_root, public_folder
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -349,7 +350,10 @@ def test_a_changed_wheel_is_refused_in_one_line_and_without_hashes_it_is_install
 
 @pytest.mark.parametrize(
     ("options", "driver", "cpu"),
-    [(["--cpu"], True, True), ([], False, True), ([], True, False), (["--cuda"], False, False)],
+    only_some(
+        [(["--cpu"], True, True), ([], False, True), ([], True, False), (["--cuda"], False, False)],
+        [(["--cpu"], True, True), ([], False, True), ([], True, False)],  # the second ends with --cuda
+    ),
 )
 def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda(
     ready: Path, index: PackageIndex, options: list[str], driver: bool, cpu: bool

@@ -364,7 +364,8 @@ class Supervisor:
             return  # the message is from an agent that was given up
         if isinstance(message, Heartbeat):
             self.run_nodes.nodes[slot].beat(message, heard.received, self.context.attempt)
-            if attempt is not None and slot in self.rank_of and self.context.remote:
+            is_current = attempt is not None and attempt.number == self.context.attempt  # not between two attempts
+            if attempt is not None and is_current and slot in self.rank_of and self.context.remote:
                 attempt.startup.watch_clock(self.rank_of[slot])
         elif isinstance(message, OF_MEMORY):
             step = self.memory.take(slot, message, self.context.attempt, self.slots)

@@ -16,24 +16,12 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 pytestmark = pytest.mark.slow
 
-# A hang, which no other test does as a whole; the rest of the quick part is a soak. The random kills below, which are
-# always tested, kill a rank, a node and the supervisor, and hurt the newest checkpoint as "12 one bit flipped" does.
-PATIENTLY = {"3 rank stopped"}
-
-
-def rows() -> list[object]:
-    """Return the rows that are tested, each with its marks."""
-    soak = [pytest.mark.cluster, pytest.mark.soak]
-    return [
-        pytest.param(fault, id=fault.key, marks=[pytest.mark.cluster] if fault.key in PATIENTLY else soak)
-        for fault in FAULTS
-        if fault.quick
-    ]
-
 
 @pytest.mark.ranks
+@pytest.mark.cluster
+@pytest.mark.soak  # tests/launch/ has these faults: hangs, kills of a rank, an agent and a supervisor, lost nodes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", rows())
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.key) for fault in FAULTS if fault.quick])
 def test_a_hurt_run_ends_as_the_unhurt_one(fault: Fault, bench: Bench) -> None:
     assert strike(fault, bench, timed=False).failures == []
 

@@ -13,7 +13,7 @@ from support.resuming import hashes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 
-STEPS = 200
+STEPS = 80
 
 
 def job(nodes: int, **checkpoint: int) -> str:

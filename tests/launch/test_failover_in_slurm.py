@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DEADLINE_S = 120.0
 JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"
-LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000")
+LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000", "--set", "threads_per_rank=1")
 RARELY = ("--set", "checkpoint.every_s=null", "--set", "checkpoint.every_steps=1000000")
 PROGRAM = """
 import json, os, signal, sys, time
@@ -113,7 +113,11 @@ def test_the_signal_before_the_time_limit_saves_and_queues_it_again(train: Any) 
     assert training.events("warning") == []  # Slurm's count of starts is ours
 
 
-@pytest.mark.parametrize("end", [("scancel",), ("scontrol", "requeue")], ids=["scancel", "requeue"])
+@pytest.mark.parametrize(
+    "end",
+    [("scancel",), pytest.param(("scontrol", "requeue"), marks=pytest.mark.soak)],  # a program below: queued again
+    ids=["scancel", "requeue"],
+)
 def test_a_job_that_is_cancelled_or_queued_again_saves_first(train: Any, end: tuple[str, ...]) -> None:
     """Slurm signals agents and supervisor an instant apart."""
     training: Training = train(*RARELY)

@@ -15,6 +15,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from support.box import LiveBox
+from support.exact_jobs import GPT, tokens
 from support.live import LiveRun, wait_until
 from support.terminals import through_pipes
 
@@ -23,11 +24,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 TRAINING: dict[str, Any] = {
     "name": "outage",
     "nodes": 4,
+    "threads_per_rank": 1,
     "grace_s": 1,
     "hang_s": 8,
     "train": {
-        "model": {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1},
-        "data": "synthetic",
+        "model": {**GPT, "vocabulary": 64},
+        "data": tokens(pause_s=0.05),  # the fewer steps there are, the sooner one process has repeated them
         "mode": "allreduce",
         "exact": True,
         "virtual_ranks": 12,
@@ -36,7 +38,7 @@ TRAINING: dict[str, Any] = {
         "log_every": 1,
         "evaluate": False,
     },
-    "checkpoint": {"every_steps": 20},
+    "checkpoint": {"every_steps": 10},
 }
 ONE_SIDE, OTHER_SIDE = ("node0", "node1"), ("node2", "node3")
 
@@ -100,7 +102,8 @@ def check_losses(live: LiveRun, folder: Path, *, lacking: int = 0) -> None:
     found = losses(live.run)
     steps = f"train.steps={max(found)}"
     folder.mkdir()
-    (folder / "job.yaml").write_text(json.dumps(TRAINING))
+    unpaced = {**TRAINING, "train": {**TRAINING["train"], "data": tokens(pause_s=0.0)}}
+    (folder / "job.yaml").write_text(json.dumps(unpaced))
     argv = [sys.executable, "-m", "muster", "run", str(folder / "job.yaml"), "--runs", str(folder / "runs")]
     subprocess.run([*argv, "--set", "nodes=1", "--set", steps], check=True, capture_output=True, timeout=200)
     (reference,) = (folder / "runs").iterdir()

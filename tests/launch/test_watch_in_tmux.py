@@ -12,18 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from support.live import LiveRun, wait_until
+from support.live import TRAINING, LiveRun, wait_until
 from support.terminals import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
-JOB = """
-nodes: 2
-grace_s: 1
-restart: {max: 2}
-checkpoint: {every_steps: 10}
-train: {model: vgg11, data: digits, mode: ddp, batch_size: 4, epochs: 100, log_every: 1, loader_workers: 0}
-"""
+JOB = f"{TRAINING}restart: {{max: 2}}\ncheckpoint: {{every_steps: 10}}\n"
 
 
 class Tmux:

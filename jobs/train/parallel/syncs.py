@@ -15,7 +15,6 @@ from muster.jobs.spec.modes import Parallel, Sync
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.parallel.asynchronous import AsynchronousReplica
-from muster.jobs.train.parallel.fsdp import FsdpReplica
 from muster.jobs.train.parallel.replica import LateReplica, OverlappedReplica, Replica, TorchReplica, WrappedReplica
 from muster.jobs.train.parallel.sharded import LayerwiseReplica, ShardedReplica
 from muster.jobs.train.parallel.state import Forms
@@ -54,6 +53,8 @@ def replica_of(
     if sync in ("none", "data_parallel"):
         return Replica(module, world, clock)
     if sync == "fsdp":
+        from muster.jobs.train.parallel.fsdp import FsdpReplica  # imports DTensor and sympy: 1.5 s of CPU time
+
         return FsdpReplica(module, forms, world, clock, settings)
     if sync == "sharded" and settings.layerwise and settings.zero == 3:
         assert isinstance(module, LayerStack)

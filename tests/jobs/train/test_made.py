@@ -260,8 +260,15 @@ train: {model: {make: "leaving.py:build"}, data: synthetic, batch_size: 4, steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["muster", "run"], ["muster.jobs.train"]])
-@pytest.mark.parametrize(("status", "code", "said"), [("'no data here'", 1, "no data here"), ("3", 3, "")])
+@pytest.mark.parametrize(
+    ("command", "status", "code", "said"),
+    [
+        (["muster", "run"], "'no data here'", 1, "no data here"),
+        pytest.param(["muster", "run"], "3", 3, "", marks=pytest.mark.soak),
+        pytest.param(["muster.jobs.train"], "'no data here'", 1, "no data here", marks=pytest.mark.soak),
+        (["muster.jobs.train"], "3", 3, ""),
+    ],
+)
 def test_user_code_that_calls_sys_exit_ends_the_rank_with_its_code_and_text(
     tmp_path: Path, command: list[str], status: str, code: int, said: str
 ) -> None:

@@ -42,7 +42,7 @@ def every(world: World, folder: str, settings: dict) -> None:
         assert attempt(world, f"{folder}/{precision}", {**settings, "precision": precision}) == 0
 
 
-@pytest.mark.parametrize("settings", [GPT, VGG], ids=["gpt", "vgg"])
+@pytest.mark.parametrize("settings", only_some([GPT, VGG], [GPT]), ids=["gpt", "vgg"])
 def test_losses_go_as_in_float32_and_evaluation_too(on_ranks, tmp_path, settings):
     text = tmp_path / "text"
     text.write_text("she sells sea shells by the sea shore; " * 100)
@@ -64,7 +64,9 @@ def test_losses_go_as_in_float32_and_evaluation_too(on_ranks, tmp_path, settings
 
 @pytest.mark.parametrize(
     ("settings", "precision"),
-    [(GPT, "fp16"), (GPT, "pure_bf16"), (VGG, "bf16"), (VGG, "pure_bf16")],
+    only_some(
+        [(GPT, "fp16"), (GPT, "pure_bf16"), (VGG, "bf16"), (VGG, "pure_bf16")], [(GPT, "fp16"), (VGG, "pure_bf16")]
+    ),
     ids=["gpt-fp16", "gpt-pure", "vgg-bf16", "vgg-pure"],
 )
 def test_every_precision_resumes_bit_by_bit(on_ranks, tmp_path, settings, precision):
@@ -96,7 +98,7 @@ def proofs(world: World, **settings) -> list[tuple[str, dict | None]]:
     return records
 
 
-@pytest.mark.parametrize("mode", only_some(MODES_OF_MANY, ["overlap", "bucketed", "zero3", "fsdp"]))
+@pytest.mark.parametrize("mode", only_some(MODES_OF_MANY, ["bucketed", "zero3", "fsdp"]))
 def test_every_mode_agrees_with_one_process_in_every_precision(on_ranks, mode):
     # The reference forwards nothing again.
     for precision, record in on_ranks(2, proofs, mode=mode, clip_norm=1.0, activation_checkpointing=True)[0]:

@@ -76,7 +76,11 @@ def exact(on_ranks, folder: Path, settings: dict, mode: str, world_size: int) ->
 
 @pytest.mark.parametrize(
     ("settings", "mode"),
-    [*((VGG, mode) for mode in ("gather_scatter", "allreduce", "bucketed")), *((GPT, mode) for mode in EXACT)],
+    [
+        *(pytest.param(VGG, mode, marks=pytest.mark.soak) for mode in ("gather_scatter", "allreduce")),
+        (VGG, "bucketed"),
+        *((GPT, mode) for mode in EXACT),
+    ],
     ids=lambda value: value if isinstance(value, str) else str(value["model"]),
 )
 def test_exact_training_has_the_same_bits_and_losses_in_every_mode_on_one_two_and_four_ranks(

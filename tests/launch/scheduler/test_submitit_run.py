@@ -134,7 +134,7 @@ def test_pretend_nodes_run_as_over_any_transport(tmp_path: Path, executor: tuple
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("executor", [LOCAL, DEBUG], ids=["local", "debug"])
+@pytest.mark.parametrize("executor", [LOCAL, pytest.param(DEBUG, marks=pytest.mark.soak)], ids=["local", "debug"])
 def test_the_first_failing_ranks_code_comes_back(tmp_path: Path, executor: tuple[str, ...]) -> None:
     code = "import os, time; rank = os.environ['RANK']; time.sleep(1000 * (rank != '2')); exit(7)"
     live = LiveRun(tmp_path, job_of(code), *executor)

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from muster.launch.supervision.console import Console
 from muster.launch.supervision.inbox import Heard
 from muster.launch.supervision.recovery import NodeChoice, Past
 from muster.launch.supervision.supervisor import Supervisor
-from muster.launch.wire.messages import ToAgent
+from muster.launch.wire.messages import Heartbeat, ToAgent
 from support.messages import hello
 
 LOST = 3
@@ -137,6 +138,16 @@ def test_a_lost_node_that_stays_away_is_unreachable_and_the_last_reason_is_told(
     assert isinstance(failure, UnreachableError)
     waited = "n3: its agent did not answer within 0.5 s (start_timeout_s)"
     assert str(failure) == f"{waited}; last error: n3: no route to host"
+
+
+def test_between_two_attempts_no_clock_is_watched_because_nodes_have_other_numbers(make: Any) -> None:
+    supervisor, watched = make(Boots(9, UnreachableError(""))), list[int]()
+    supervisor.attempt.startup.watch_clock = watched.append
+    for attempt, number in ((1, 0), (1, 1)):  # the next attempt is placed, then begun
+        supervisor.context = replace(supervisor.context, attempt=attempt)
+        supervisor.attempt.number = number
+        supervisor._hear(Heard(2, Heartbeat(0, 1.0, 1.0, 1.0), supervisor.run_nodes.nodes[2].channel, 1.0))
+        assert watched == [2] * number
 
 
 @pytest.mark.parametrize(

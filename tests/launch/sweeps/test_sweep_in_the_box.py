@@ -10,6 +10,7 @@ import pytest
 from muster.jobs.basics import exits
 from support.box import BoxUser, ended
 from support.live import argv, wait_until
+from support.soak import only_some
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_each_points_own_code_comes_back_from_an_array(user: BoxUser, on: list[s
 @patient
 @pytest.mark.parametrize(
     ("on", "how"),
-    [(ON[0], "Ctrl-C"), pytest.param(ON[1], "Ctrl-C", marks=pytest.mark.soak), (ON[0], "stop"), (ON[1], "stop")],
+    only_some([(on, how) for how in ("Ctrl-C", "stop") for on in ON], [(ON[0], "Ctrl-C"), (ON[0], "stop")]),
     ids=["slurm, Ctrl-C", "submitit, Ctrl-C", "slurm, stop", "submitit, stop"],
 )
 def test_the_end_of_a_sweep_stops_what_runs_and_cancels_what_waits(user: BoxUser, on: list[str], how: str) -> None:
