@@ -150,7 +150,7 @@ def cut(
     if count > len(list(model.layers())):
         return None
     own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
-    chunks = own if len(own) == count and all(own) else _balanced(model, [rank_of(n, schedule, stages) for n in range(count)])
+    chunks = own if len(own) == count and all(own) else chunks_of(model, schedule, stages)
     ranks: list[list[tuple[ModelOperation, ...]]] = [[] for _ in range(stages)]
     passed = [[0, 0, 0] for _ in range(stages)]  # numbers of elements sent, received, and received but not kept
     for number, chunk in enumerate(chunks):
@@ -189,10 +189,11 @@ def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]
     ]
 
 
-def _balanced(model: Anatomy, ranks: Sequence[int]) -> list[tuple[ModelOperation, ...]]:
+def chunks_of(model: Anatomy, schedule: TurnOrder, stages: int) -> list[tuple[ModelOperation, ...]]:
     """Cut a model between layers by their work, as `jobs/train/parallel/cutting.py` does by default."""
     layers = [parts for _, parts in model.layers()]
-    cuts = _first_layers(tuple(layer_weight("flops", layer) for layer in layers), tuple(ranks))
+    ranks = tuple(rank_of(chunk, schedule, stages) for chunk in range(stages * schedule.chunks))
+    cuts = _first_layers(tuple(layer_weight("flops", layer) for layer in layers), ranks)
     return [tuple(part for layer in layers[begin:end] for part in layer) for begin, end in pairwise((*cuts, None))]
 
 
