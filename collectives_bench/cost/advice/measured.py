@@ -14,8 +14,8 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.advice.plans import SLICED
+from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.modes import SLICES
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
@@ -29,10 +29,7 @@ SIZES: Final = (1 << 10, 1 << 20)  # bytes of the measured all-reduces
 HALVES: Final = 2
 WHOLE: Final = "flat"  # a measured mode in which every rank has all layers
 SHARDED: Final = "zero1"  # another one, in which each rank updates a shard of the parameters
-LIKE: Final = {  # modes whose steps cost as much besides their layers as those of another one, unless they are measured
-    **{"zbv": "zb1p", "interleaved": "1f1b", SLICED: "gpipe"},
-    **dict.fromkeys(("zero2", "zero3", "fsdp"), SHARDED),
-}
+LIKE: Final = {"zbv": "zb1p", "interleaved": "1f1b", SLICED: "gpipe"}  # if no steps of the schedule were measured
 SPLITS_BACKWARD: Final = ("zb1p", "zbv")
 POINTS: Final = 2  # of a line
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
@@ -171,9 +168,8 @@ class LayerTimes(Strict):
 
         Without a pipeline, the whole step is one action. `samples` is a fraction of samples in a slice of them.
         """
-        modes = {each.mode for each in self.known_steps}
-        known = next((each for each in (mode, LIKE.get(mode, WHOLE)) if each in modes), WHOLE)
-        like = [each for each in self.known_steps if each.mode == known]
+        own = any(each.mode == mode for each in self.known_steps)
+        like = [each for each in self.known_steps if each.mode == (mode if own else LIKE.get(mode))]
         if self.device != "cpu" or not like:
             return 0.0
         extra = sorted((each.samples / each.slices, self._besides_layers_s(each)) for each in like)

@@ -12,7 +12,15 @@ from typing import Any, Final
 
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
 from muster.collectives_bench.cost.advice.site import JobSite
-from muster.collectives_bench.cost.advice.steptime import StepParts, kind_of, least_s, load_of, measured_error, memory, price
+from muster.collectives_bench.cost.advice.steptime import (
+    StepParts,
+    kind_of,
+    least_s,
+    load_of,
+    measured_error,
+    memory,
+    price,
+)
 from muster.collectives_bench.cost.buckets import SWEEP
 from muster.collectives_bench.cost.exposed import Network
 from muster.collectives_bench.cost.memory import PeakMemory

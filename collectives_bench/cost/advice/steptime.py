@@ -177,7 +177,7 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
     return StepParts(
         data=site.times.data_s * samples / site.times.passes[0].samples,
-        computation=parts * (forward + backward) + averaged.slowed_s + _engine_s(plan, site, samples),
+        computation=parts * (forward + backward) + averaged.slowed_s + _engine_s(site, samples),
         bubble=0.0,
         communication=averaged.exposed_s - averaged.slowed_s + split_s,
         update=update,
@@ -185,10 +185,10 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     )
 
 
-def _engine_s(plan: SplitPlan, site: JobSite, samples: float) -> float:
+def _engine_s(site: JobSite, samples: float) -> float:
     """Return the seconds of a step's work besides passes, update and sums, on ranks that may share cores."""
     sums_s = site.times.messages.get("cpu_s_per_byte", 0.0) * sum(site.load.gradient_sizes)
-    own_s = max(site.times.engine_s(plan.averaging, samples) - sums_s, 0.0)
+    own_s = max(site.times.engine_s(WHOLE, samples) - sums_s, 0.0)
     return own_s * max(site.active / site.times.cores, 1.0)
 
 
@@ -399,7 +399,14 @@ def _messages(
         nbytes = samples * chunk.outputs[-1] * site.load.itemsize * groups
         nodes = 2 if apart else 1
         took_s, long_s = (
-            float(getattr(site.network.predict("ping_pong", size, ranks=2, nodes=nodes, backend=site.load.backend, back_to_back=False), bound))
+            float(
+                getattr(
+                    site.network.predict(
+                        "ping_pong", size, ranks=2, nodes=nodes, backend=site.load.backend, back_to_back=False
+                    ),
+                    bound,
+                )
+            )
             for size in (nbytes, LONG)
         )
         found.append((took_s, max(long_s * nbytes / LONG - took_s, 0.0)))
