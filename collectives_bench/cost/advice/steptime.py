@@ -339,7 +339,7 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     slices = plan.slices
     shares_machine = site.times.device == "cpu" and site.sharing >= site.ranks
     forward, backward = site.passes(plan, micro, 1 if shares_machine else site.active)
-    key = plan.pipe, schedule.chunks
+    key = plan.pipe, schedule.chunks, schedule.turns_back
     chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
     shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
     split_s, _ = _split_layers(plan, site, micro / slices, bound)
@@ -397,18 +397,15 @@ def _messages(
         apart = here * stride // site.per_node != there * stride // site.per_node
         groups = min(stride, site.per_node) if apart else 1
         nbytes = samples * chunk.outputs[-1] * site.load.itemsize * groups
-        nodes = 2 if apart else 1
-        took_s, long_s = (
-            float(
-                getattr(
-                    site.network.predict(
-                        "ping_pong", size, ranks=2, nodes=nodes, backend=site.load.backend, back_to_back=False
-                    ),
-                    bound,
-                )
-            )
-            for size in (nbytes, LONG)
+        ask = partial(
+            site.network.predict,
+            "ping_pong",
+            ranks=2,
+            nodes=2 if apart else 1,
+            backend=site.load.backend,
+            back_to_back=False,
         )
+        took_s, long_s = (float(getattr(ask(size), bound)) for size in (nbytes, LONG))
         found.append((took_s, max(long_s * nbytes / LONG - took_s, 0.0)))
     messages, ahead = zip(*found, strict=True) if found else ((), ())
     return messages, ahead

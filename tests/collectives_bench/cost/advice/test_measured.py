@@ -113,7 +113,7 @@ def test_the_engine_needs_the_cpu_time_of_a_real_step_beyond_that_of_its_layers(
 
 
 def test_slices_cost_what_their_own_steps_show_or_else_what_those_of_gpipe_show() -> None:
-    passes_s, update_s = 0.15, 0.015
+    passes_s, sliced_s, update_s = 0.15, 4 * sum(TIMES.pass_s(1)), 0.015
     step = {"microbatches": 4, "samples": 4, "seconds": 1, "host_s": 0}
     steps = [
         {**step, "mode": "gpipe", "cpu_s": passes_s + update_s / 4 + 0.08},
@@ -121,7 +121,7 @@ def test_slices_cost_what_their_own_steps_show_or_else_what_those_of_gpipe_show(
     ]
     old = LayerTimes.model_validate({**RECORD, "steps": steps})
     assert old.engine_s("terapipe", 1) == pytest.approx(0.01 / 4)  # a quarter of four samples
-    steps += [{**step, "mode": "terapipe", "slices": 4, "cpu_s": passes_s + update_s / 4 + 0.64}]
+    steps += [{**step, "mode": "terapipe", "slices": 4, "cpu_s": sliced_s + update_s / 4 + 0.64}]
     new = LayerTimes.model_validate({**RECORD, "steps": steps})
     assert new.engine_s("terapipe", 1) == pytest.approx(0.64 / 32)
 
