@@ -31,6 +31,7 @@ WHOLE: Final = "flat"  # a measured mode in which every rank has all layers
 SHARDED: Final = "zero1"  # another one, in which each rank updates a shard of the parameters
 LIKE: Final = {"zbv": "zb1p", "interleaved": "1f1b", SLICED: "gpipe"}  # if no steps of the schedule were measured
 SPLITS_BACKWARD: Final = ("zb1p", "zbv")
+COUNTED: Final = "gpipe"  # the schedule whose steps are measured with few and with many micro-batches
 POINTS: Final = 2  # of a line
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
 
@@ -172,11 +173,27 @@ class LayerTimes(Strict):
         like = [each for each in self.known_steps if each.mode == (mode if own else LIKE.get(mode))]
         if self.device != "cpu" or not like:
             return 0.0
-        extra = sorted((each.samples / each.slices, self._besides_layers_s(each)) for each in like)
+        extra = sorted({each.samples / each.slices: self._of_action_s(each) for each in like}.items())
         largest, most_s = extra[-1]
         if samples > largest:  # more work costs more, at most in proportion
             return min(max(_line(extra, samples), most_s), most_s * samples / largest)
         return max(_line(extra, samples), 0.0)
+
+    @cached_property
+    def each_step_s(self) -> float:
+        """The CPU seconds of a pipeline's step besides its actions, from steps that differ in their micro-batches."""
+        like = (each for each in self.steps if each.mode == COUNTED and each.samples == 1)
+        of = sorted((each.microbatches, self._besides_layers_s(each)) for each in like)
+        if self.device != "cpu" or len(of) < POINTS:
+            return 0.0
+        (few, few_s), (many, many_s) = of[0], of[-1]
+        return min(max(few_s - few * (many_s - few_s) / (many - few), 0.0), few_s)
+
+    def _of_action_s(self, step: RealSteps) -> float:
+        besides_s = self._besides_layers_s(step)
+        if not step.is_pipeline:
+            return besides_s
+        return max(besides_s - self.each_step_s, 0.0) / (2 * step.slices * step.microbatches)
 
     def _besides_layers_s(self, step: RealSteps) -> float:
         busy = min(self.cores / self.ranks, 1.0)  # a rank's share of a core, while all ranks compute
@@ -184,8 +201,7 @@ class LayerTimes(Strict):
         if step.slices > 1:
             passes_s = step.slices * sum(self.slice_s(step.samples, step.slices))
         passes_s, update_s = passes_s * step.microbatches / self.ranks, self.update_s(self.ranks) * busy
-        besides_s = step.cpu_s - passes_s - update_s / (1 if step.mode == WHOLE else self.ranks)
-        return max(besides_s, 0.0) / (2 * step.slices * step.microbatches if step.is_pipeline else 1)
+        return max(step.cpu_s - passes_s - update_s / (1 if step.mode == WHOLE else self.ranks), 0.0)
 
     def host_s(self, actions: int, pipe: int) -> float:
         """Return the seconds in which a GPU's host enqueues a step of a pipeline with so many stages and actions.

@@ -301,7 +301,7 @@ def _pipeline(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     busy_s = sum(found.busy_s) / plan.pipe
     largest = max(stage.elements for stage in stages) / site.load.model.elements
     fill_s = site.times.accumulate_s * largest / plan.tensor if site.replays(plan) else 0.0  # of gradients, with zeros
-    update = _update_s(plan, site, largest) + fill_s
+    update = _update_s(plan, site, largest) + fill_s + site.times.each_step_s  # ranks end one after another
     last = _tail(plan, site, task, stages, found, bound)
     tied_s, tied_bytes = _tied(plan, site, bound)
     messages = sum(task.message) / max(len(task.message), 1)

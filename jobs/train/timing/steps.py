@@ -39,12 +39,13 @@ FEW, MANY = 1, 4  # micro-batches for each rank
 def rows_of(subject: TimedModel, samples: int) -> list[tuple[str, int, int]]:
     """List the steps to time, as (mode, micro-batches per rank, samples per micro-batch).
 
-    On GPUs they differ in the number of actions, on CPUs in the mode and in the size of an action.
+    On GPUs they differ in the number of actions, on CPUs also in the mode and in the size of an action.
     """
     if subject.device.type == GPUS:
         return [(MODES[0], FEW, samples), ("zb1p", FEW, 1), ("zb1p", MANY, 1)]
     modes = MODES if has_slices(subject) else MODES[:-1]
-    return [(mode, FEW, size) for mode in modes for size in sorted({1, samples})] + [("zero1", FEW, samples)]
+    rows = [(mode, FEW, size) for mode in modes for size in sorted({1, samples})]
+    return [*rows, ("gpipe", MANY, 1), ("zero1", FEW, samples)]
 
 
 def steps_of(

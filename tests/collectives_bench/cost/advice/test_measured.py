@@ -126,6 +126,19 @@ def test_slices_cost_what_their_own_steps_show_or_else_what_those_of_gpipe_show(
     assert new.engine_s("terapipe", 1) == pytest.approx(0.64 / 32)
 
 
+def test_steps_with_more_micro_batches_show_the_engines_time_of_a_step() -> None:
+    passes_s, update_s = sum(TIMES.pass_s(1, 4)) / 2 / 4, 0.015 / 4  # of a micro-batch on each of four ranks
+    steps = [
+        {"mode": "gpipe", "microbatches": count, "samples": 1, "seconds": 1, "host_s": 0}
+        | {"cpu_s": passes_s * count + update_s + 0.02 + 2 * count * 0.005}
+        for count in (4, 16)
+    ]
+    times = LayerTimes.model_validate({**RECORD, "steps": steps})
+    assert times.each_step_s == pytest.approx(0.02)
+    assert times.engine_s("gpipe", 1) == pytest.approx(0.005)
+    assert TIMES.each_step_s == 0.0
+
+
 def test_a_byte_on_the_network_needs_more_cpu_time_than_on_the_loopback() -> None:
     per_byte = 4e-9 / 1.5  # on the loopback: an all-reduce of 4 ranks sends 1.5 times its buffer
     assert TIMES.message_s(1e6, per_byte) == pytest.approx(0.0)
