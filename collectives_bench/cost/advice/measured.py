@@ -159,7 +159,7 @@ class LayerTimes(Strict):
             return 0.5, 0.5
         return self.halves[1] / self.halves[0], self.halves[2] / self.halves[0]
 
-    @cached_property
+    @property
     def known_steps(self) -> list[RealSteps]:
         """The measured steps, without those whose number of slices is unknown."""
         return [each for each in self.steps if each.mode != SLICED or each.slices > 1]
@@ -179,7 +179,7 @@ class LayerTimes(Strict):
             return min(max(_line(extra, samples), most_s), most_s * samples / largest)
         return max(_line(extra, samples), 0.0)
 
-    @cached_property
+    @property
     def each_step_s(self) -> float:
         """The CPU seconds of a pipeline's step besides its actions, from steps that differ in their micro-batches."""
         like = (each for each in self.steps if each.mode == COUNTED and each.samples == 1)
