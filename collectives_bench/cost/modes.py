@@ -27,6 +27,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.models.anatomy import Anatomy, ModelOperation
 from muster.jobs.models.counted import CountedPart
 from muster.jobs.spec.modes import MODES
+from muster.pipe.schedules.cuts import balanced_ranks
 
 Family = Literal["single", "data", "pipe", "tensor"]
 Idle = Callable[[int, int, int], float]  # (stages, micro-batches, chunks per stage) -> idle share of the time
@@ -141,16 +142,15 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
 def cut(
     model: Anatomy, schedule: TurnOrder, stages: int, names: Sequence[Sequence[str]] = ()
 ) -> list[PredictedStage] | None:
-    """Cut a model between layers into one stage of nearly equal work per rank; None if it has too few layers.
+    """Cut a model between layers into one stage per rank, as a job does by default; None if it has too few layers.
 
     `names` lists the layers of every chunk, if the cuts are given.
     """
-    layers = [parts for _, parts in model.layers()]
     count = stages * schedule.chunks
-    if count > len(layers):
+    if count > len(list(model.layers())):
         return None
     own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
-    chunks = own if len(own) == count and all(own) else _balanced(layers, count)
+    chunks = own if len(own) == count and all(own) else chunks_of(model, schedule, stages)
     ranks: list[list[tuple[ModelOperation, ...]]] = [[] for _ in range(stages)]
     passed = [[0, 0, 0] for _ in range(stages)]  # numbers of elements sent, received, and received but not kept
     for number, chunk in enumerate(chunks):
@@ -189,28 +189,28 @@ def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]
     ]
 
 
-def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[tuple[ModelOperation, ...]]:
-    """Cut layers into `count` runs so that the run with the most work has as little work as possible."""
-    work = tuple(sum(part.flops + part.backward_flops for part in layer) for layer in layers)
-    ends = (*_first_layers(work, count), len(layers))
-    return [tuple(part for layer in layers[begin:end] for part in layer) for begin, end in pairwise(ends)]
+def chunks_of(model: Anatomy, schedule: TurnOrder, stages: int) -> list[tuple[ModelOperation, ...]]:
+    """Cut a model between layers by their work, as `jobs/train/parallel/cutting.py` does by default."""
+    layers = [parts for _, parts in model.layers()]
+    ranks = tuple(rank_of(chunk, schedule, stages) for chunk in range(stages * schedule.chunks))
+    cuts = _first_layers(tuple(layer_weight("flops", layer) for layer in layers), ranks)
+    return [tuple(part for layer in layers[begin:end] for part in layer) for begin, end in pairwise((*cuts, None))]
 
 
-@cache
-def _first_layers(work: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return the number of the first layer of every run."""
-    before = [0]
-    for each in work:
-        before.append(before[-1] + each)
-    # best[k][j], for the first j layers in k runs: least work of the largest run, and first layer of the last run
-    best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
-    for k in range(1, count + 1):
-        row = [(float("inf"), 0)] * (len(work) + 1)
-        for j in range(k, len(work) + 1):
-            row[j] = min((max(best[k - 1][i][0], before[j] - before[i]), i) for i in range(k - 1, j))
-        best.append(row)
-    firsts, end = list[int](), len(work)
-    for k in range(count, 0, -1):
-        end = best[k][end][1]
-        firsts.append(end)
-    return tuple(reversed(firsts))
+_first_layers = cache(balanced_ranks)
+
+
+def layer_weight(by: str, parts: Sequence[ModelOperation]) -> float:
+    """Return a layer's weight in the cut into stages; `flops` counts only matrix products and convolutions."""
+    if by == "count":
+        return 1.0
+    if by == "parameters":
+        return float(sum(tensor.elements for part in parts for tensor in part.tensors))
+    return float(sum(part.flops + part.backward_flops for part in parts if _multiplies(part)))
+
+
+def _multiplies(part: ModelOperation) -> bool:
+    if isinstance(part, CountedPart):  # its `flops` counts only products and convolutions
+        return True
+    matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
+    return matrix or part.repeats > 1

@@ -222,7 +222,7 @@ def _limits(load: "RankLoad", settings: "TrainSettings", no_layers: str | None) 
     made = settings.model.make is not None
     layers = 1 if made and no_layers else len(list(load.model.layers()))
     degrees = [] if made or not load.model.width else _tensor_degrees(settings, load.ranks)
-    return SplitLimits(load.ranks, load.batch, layers, degrees, slices=bool(load.model.width))
+    return SplitLimits(load.ranks, load.batch, layers, degrees, context=load.model.tokens if load.model.width else 0)
 
 
 def _tensor_degrees(settings: "TrainSettings", ranks: int) -> list[int]:

@@ -9,7 +9,7 @@ from muster.jobs.basics.errors import RefusedError
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.modes import Way
-    from muster.jobs.models.anatomy import Anatomy, ModelOperation
+    from muster.jobs.models.anatomy import Anatomy
     from muster.jobs.spec.modes import Parallel
     from muster.jobs.spec.train import TrainSettings
 
@@ -61,6 +61,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, cut as in `jobs/train/parallel/stages.py`."""
+    from muster.collectives_bench.cost.modes import layer_weight
     from muster.jobs.spec.expand import first_layers, layer_names
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES
@@ -71,27 +72,9 @@ def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -
     try:
         if isinstance(settings.cut, str):
             parts = dict(model.layers())
-            cuts = balanced_ranks([_weight(settings.cut, parts.get(name, ())) for name in names], rank_of)
+            cuts = balanced_ranks([layer_weight(settings.cut, parts.get(name, ())) for name in names], rank_of)
         else:
             cuts = by_hand(first_layers(settings.cut, names), len(names), len(rank_of))
     except ValueError as error:
         raise RefusedError(f"train.cut: {error}") from error
     return [names[begin : begin + length] for begin, length in zip(cuts, lengths(cuts, len(names)), strict=True)]
-
-
-def _weight(by: str, parts: "Sequence[ModelOperation]") -> float:
-    """Return a layer's weight in the cut into stages; `operations` counts only matrix products and convolutions."""
-    if by == "count":
-        return 1.0
-    if by == "parameters":
-        return float(sum(tensor.elements for part in parts for tensor in part.tensors))
-    return float(sum(part.flops + part.backward_flops for part in parts if _multiplies(part)))
-
-
-def _multiplies(part: "ModelOperation") -> bool:
-    from muster.jobs.models.counted import CountedPart
-
-    if isinstance(part, CountedPart):  # its `flops` counts only products and convolutions
-        return True
-    matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
-    return matrix or part.repeats > 1

@@ -19,6 +19,7 @@ from muster.launch.look.comparison import RunRow
 
 if TYPE_CHECKING:
     from muster.jobs.runfolder.rundir import RunDir
+    from muster.jobs.spec.train import TrainSettings
     from muster.launch.sweeps.rows import ChosenRows
 
 MARK: Final = "muster_advice"
@@ -123,8 +124,14 @@ def _prediction(record: Mapping[str, Any], run: "RunDir", ranks: int) -> Mapping
         changes = row.get("changes")
         try:
             there = TrainSettings.model_validate(changed(given, changes if isinstance(changes, dict) else {}))
-            if there.split(ranks) == own and there.bucket_size_mb == settings.bucket_size_mb:
+            alike = there.split(ranks) == own and there.bucket_size_mb == settings.bucket_size_mb
+            if alike and _tokens(there) == _tokens(settings):
                 return row
         except (ValidationError, MusterError):
             continue
     return None
+
+
+def _tokens(settings: "TrainSettings") -> object:
+    """Return the lengths of the slices of a sequence that a job names."""
+    return "auto" if settings.parallel is None else settings.parallel.tokens

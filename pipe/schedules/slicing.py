@@ -29,6 +29,12 @@ class SliceTimes:
         return self.fixed + self.per_token * tokens + self.per_pair * tokens * (begin + tokens)
 
 
+def equal_slices(length: int, count: int) -> tuple[int, ...]:
+    """Cut a sequence into `count` slices whose lengths differ by at most one token, longer ones first."""
+    each, longer = divmod(length, count)
+    return tuple(each + (index < longer) for index in range(count))
+
+
 def step_seconds(tokens: Sequence[int], stages: int, microbatches: int, seconds: Callable[[int, int], float]) -> float:
     """Return the time of a step whose sequences are cut into slices of these lengths. Messages take no time."""
     begins = (sum(tokens[:index]) for index in range(len(tokens)))

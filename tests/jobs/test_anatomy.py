@@ -1,16 +1,21 @@
 """The parts of a model, against the modules that are trained."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from muster.collectives_bench.cost.modes import WAYS, chunks_of
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.vgg import assemble_vgg
 from muster.jobs.train.numerics.pieces import cut
+from muster.pipe.boundaries import weights_of
+from muster.pipe.schedules.cuts import balanced_ranks
+from muster.pipe.schedules.tables import SCHEDULES
 
 BATCH = 2
 NANO = GPT_SHAPES["gpt-nano"]
@@ -114,3 +119,16 @@ def test_units_hold_every_part_once():
         parts = [part.name for unit in found.units() for part in unit]
         assert sorted(parts) == sorted(part.name for part in found.parts)
     assert len(anatomy(NANO).units()) == 1 + NANO.layers
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zbv"])
+@pytest.mark.parametrize("shape", [VGG_SHAPES["vgg11"], replace(NANO, layers=2), replace(NANO, layers=6)])
+def test_predicted_stages_are_those_of_the_module(name, shape):
+    """The rule for equally good cuts matters, because embeddings and norms count as no work."""
+    with torch.device("meta"):
+        model = module_of(shape)
+    schedule, layers = WAYS[name].schedule, [each for each, _ in model.named_children()]
+    inputs = (BATCH, 3, 32, 32) if isinstance(shape, VggShape) else (BATCH, shape.context)
+    cuts = balanced_ranks(weights_of(model, "flops", inputs), SCHEDULES[name].rank_of(2, schedule.chunks))
+    stages = [set(layers[begin:end]) - {"flatten"} for begin, end in pairwise((*cuts, None))]
+    assert [{part.layer for part in chunk} for chunk in chunks_of(anatomy(shape), schedule, 2)] == stages

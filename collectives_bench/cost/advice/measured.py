@@ -14,21 +14,24 @@ from typing import Final, Literal
 
 from pydantic import Field
 
+from muster.collectives_bench.cost.advice.plans import SLICED
 from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.modes import SLICES
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.measuring.recorded import Format
+from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.spec.strict import Strict
 
 VERSION: Final = 1
 STOLEN: Final = 0.75  # largest share of the computing cores that collectives may take
 SIZES: Final = (1 << 10, 1 << 20)  # bytes of the measured all-reduces
 HALVES: Final = 2
-SLICED: Final = "terapipe"
-LIKE: Final = {"zbv": "zb1p", "interleaved": "1f1b"}  # schedules whose actions cost as much as those of another one
-WHOLE: Final = "flat"  # the measured mode in which every rank has all layers
+WHOLE: Final = "flat"  # a measured mode in which every rank has all layers
+SHARDED: Final = "zero1"  # another one, in which each rank updates a shard of the parameters
+LIKE: Final = {"zbv": "zb1p", "interleaved": "1f1b", SLICED: "gpipe"}  # if no steps of the schedule were measured
 SPLITS_BACKWARD: Final = ("zb1p", "zbv")
+COUNTED: Final = "gpipe"  # the schedule whose steps are measured with few and with many micro-batches
 POINTS: Final = 2  # of a line
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
 
@@ -88,6 +91,12 @@ class RealSteps(Strict):
     seconds: float = Field(ge=0)
     host_s: float = Field(ge=0)  # on GPUs: until the host has enqueued a step
     cpu_s: float = Field(ge=0)  # of a rank's threads
+    slices: int = Field(1, ge=1)  # of each sequence
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if every rank has a stage."""
+        return self.mode in PIPELINES
 
 
 class LayerTimes(Strict):
@@ -102,7 +111,7 @@ class LayerTimes(Strict):
     passes: list[PassTimes] = Field(min_length=1)
     updates: list[UpdateTime] = Field(min_length=1)
     replays: list[PassTimes] = Field(default_factory=list)  # passes recorded as CUDA graphs
-    slices: list[PassTimes] = Field(default_factory=list)  # passes of one slice of the samples' sequences
+    slices: list[PassTimes] = Field(default_factory=list)  # passes of one of `SLICES` slices of the samples' sequences
     halves: list[float] = Field(default_factory=list)  # seconds of a backward, and of its halves: inputs, weights
     layers: list[LayerTime] = Field(default_factory=list)
     steps: list[RealSteps] = Field(default_factory=list)
@@ -128,9 +137,20 @@ class LayerTimes(Strict):
     def _replayed(self) -> dict[int, list[tuple[int, float, float]]]:
         return _curves(self.replays)
 
-    def slice_s(self, samples: float) -> tuple[float, float] | None:
-        """Return the seconds of a forward and a backward of one slice of the sequences; None if not measured."""
-        return _at(_curves(self.slices)[1], samples) if self.slices else None
+    def slice_s(self, samples: float, count: int, active: float = 1.0) -> tuple[float, float]:
+        """Return the seconds of a forward and a backward of one of `count` slices of the samples' sequences.
+
+        Each further slice of a sequence adds the same time, which the measured number of slices shows.
+        """
+        if not self.slices:
+            return self.pass_s(samples / count, active)
+        alone, sliced = self.pass_s(samples), _at(_curves(self.slices)[1], samples)
+        more = (max(SLICES * each / whole - 1, 0.0) / (SLICES - 1) for whole, each in zip(alone, sliced, strict=True))
+        forward, backward = (
+            whole * (1 + (count - 1) * each) / count
+            for whole, each in zip(self.pass_s(samples, active), more, strict=True)
+        )
+        return forward, backward
 
     @property
     def backward_halves(self) -> tuple[float, float]:
@@ -139,37 +159,56 @@ class LayerTimes(Strict):
             return 0.5, 0.5
         return self.halves[1] / self.halves[0], self.halves[2] / self.halves[0]
 
+    @property
+    def known_steps(self) -> list[RealSteps]:
+        """The measured steps, without those whose number of slices is unknown."""
+        return [each for each in self.steps if each.mode != SLICED or each.slices > 1]
+
     def engine_s(self, mode: str, samples: float) -> float:
         """Return the CPU seconds of an action besides its layers: of the engine and its messages on the loopback.
 
-        Without a pipeline, the whole step is one action.
+        Without a pipeline, the whole step is one action. `samples` is a fraction of samples in a slice of them.
         """
-        like = [each for each in self.steps if each.mode == LIKE.get(mode, mode)]
+        own = any(each.mode == mode for each in self.known_steps)
+        like = [each for each in self.known_steps if each.mode == (mode if own else LIKE.get(mode))]
         if self.device != "cpu" or not like:
             return 0.0
-        extra = sorted((each.samples, self._besides_layers_s(each)) for each in like)
+        extra = sorted({each.samples / each.slices: self._of_action_s(each) for each in like}.items())
         largest, most_s = extra[-1]
         if samples > largest:  # more work costs more, at most in proportion
             return min(max(_line(extra, samples), most_s), most_s * samples / largest)
         return max(_line(extra, samples), 0.0)
 
+    @property
+    def each_step_s(self) -> float:
+        """The CPU seconds of a pipeline's step besides its actions, from steps that differ in their micro-batches."""
+        like = (each for each in self.steps if each.mode == COUNTED and each.samples == 1)
+        of = sorted((each.microbatches, self._besides_layers_s(each)) for each in like)
+        if self.device != "cpu" or len(of) < POINTS:
+            return 0.0
+        (few, few_s), (many, many_s) = of[0], of[-1]
+        return min(max(few_s - few * (many_s - few_s) / (many - few), 0.0), few_s)
+
+    def _of_action_s(self, step: RealSteps) -> float:
+        besides_s = self._besides_layers_s(step)
+        if not step.is_pipeline:
+            return besides_s
+        return max(besides_s - self.each_step_s, 0.0) / (2 * step.slices * step.microbatches)
+
     def _besides_layers_s(self, step: RealSteps) -> float:
-        slices = SLICES if step.mode == SLICED else 1
         busy = min(self.cores / self.ranks, 1.0)  # a rank's share of a core, while all ranks compute
         passes_s = sum(self.pass_s(step.samples, self.ranks)) * busy
-        if slices > 1 and (sliced := self.slice_s(step.samples)) is not None:
-            passes_s = slices * sum(sliced)
+        if step.slices > 1:
+            passes_s = step.slices * sum(self.slice_s(step.samples, step.slices))
         passes_s, update_s = passes_s * step.microbatches / self.ranks, self.update_s(self.ranks) * busy
-        if step.mode == WHOLE:
-            return max(step.cpu_s - passes_s - update_s, 0.0)
-        return max(step.cpu_s - passes_s - update_s / self.ranks, 0.0) / (2 * slices * step.microbatches)
+        return max(step.cpu_s - passes_s - update_s / (1 if step.mode == WHOLE else self.ranks), 0.0)
 
     def host_s(self, actions: int, pipe: int) -> float:
         """Return the seconds in which a GPU's host enqueues a step of a pipeline with so many stages and actions.
 
         The optimizer's part is proportional to the parameters of a rank.
         """
-        pipelines = [each for each in self.steps if each.mode != WHOLE]
+        pipelines = [each for each in self.steps if each.is_pipeline]
         of = [(actions_of(each.mode) * each.microbatches, each.host_s) for each in pipelines]
         if len(of) < POINTS:
             return actions * (self.messages.get("launch_s", 0.0) + self.messages.get("call_s", 0.0))

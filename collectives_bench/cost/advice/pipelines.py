@@ -44,6 +44,7 @@ class PipelineTask:
     message: tuple[float, ...]
     slices: int = 1
     halves: tuple[float, float] = (0.5, 0.5)  # of a backward: for inputs and for weights
+    ahead: tuple[float, ...] = ()  # by cut: by how much a message without a pause before it takes longer
 
     @property
     def chunks(self) -> int:
@@ -115,8 +116,10 @@ def shared(task: PipelineTask, stretch: Stretch, late: Stretch = lambda count: 0
             at[rank], ends[rank] = at[rank] + 1, now
             arrived[rank].add(action)
             if send := sent_after(action, rank_of):
-                begins = max(now, out_free[rank], in_free[send.peer])
-                arrives = out_free[rank] = in_free[send.peer] = begins + costs.between(action.stage, send.stage)
+                cut = min(action.stage, send.stage)
+                ahead_s = task.ahead[cut] if task.ahead else 0.0
+                begins = max(now - ahead_s, out_free[rank], in_free[send.peer])
+                arrives = out_free[rank] = in_free[send.peer] = begins + ahead_s + task.message[cut]
                 heapq.heappush(flying, (arrives + late(len(left)), sent, send.peer, action))
                 sent += 1
     return PipelineTimes(max(ends), tuple(busy), tuple(ends))

@@ -10,6 +10,7 @@ from typing import Any, Final
 from muster.collectives_bench.cost.modes import WAYS, Way
 from muster.jobs.spec.modes import PIPELINES, TENSOR
 from muster.jobs.spec.recorded import IN_PLACE, THROUGH_THE_HOST
+from muster.pipe.schedules.slicing import equal_slices
 
 LEFT_OUT: Final = (
     "data_parallel",
@@ -17,6 +18,8 @@ LEFT_OUT: Final = (
     "model",
 )  # another program, other results, and gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
+SLICED: Final = "terapipe"
+SLICES: Final = (2, 4, 8, 16)  # of a sequence
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "zero1", "zero2")  # ways to average gradients between pipelines
 WITH_LAYERS: Final = ("allreduce", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2")
 
@@ -32,6 +35,12 @@ class SplitPlan:
     schedule: str = ""
     microbatches: int = 1
     bucket_bytes: int | None = None  # None: the job's own
+    tokens: tuple[int, ...] = ()  # lengths of the slices of a sequence
+
+    @property
+    def slices(self) -> int:
+        """The number of parts of a sequence that pass through the pipeline one after another."""
+        return max(len(self.tokens), 1)
 
     @property
     def way(self) -> Way:
@@ -64,6 +73,7 @@ class SplitPlan:
     def text(self) -> str:
         """A short name, such as `bucketed` or `data 2 by zero1 x pipe 2 by 1f1b, 8 micro-batches`."""
         count = f", {self.microbatches} micro-batches" if self.schedule else ""
+        count += f" of {self.slices} slices" if self.tokens else ""
         if self.is_mode:
             return f"{self.way.name}{count}"
         parts = [f"data {self.data} by {self.averaging}"] if self.data > 1 else []
@@ -76,12 +86,13 @@ class SplitPlan:
         found: dict[str, Any] = {"parallel": None, "microbatches": self.microbatches if self.schedule else None}
         if self.bucket_bytes is not None:
             found["bucket_size_mb"] = self.bucket_bytes / 2**20
-        if self.is_mode:
+        if self.is_mode and not self.tokens:
             return {**found, "mode": self.way.name}
         parallel: dict[str, Any] = {"data": self.data, "pipe": self.pipe, "tensor": self.tensor}
         parallel = {axis: degree for axis, degree in parallel.items() if degree > 1}
         if self.schedule:
             parallel |= {"schedule": self.schedule, "microbatches": self.microbatches}
+            parallel |= {"tokens": list(self.tokens)} if self.tokens else {}
         if self.data > 1:
             parallel |= {"zero": self.zero} if self.zero else {"sync": self.averaging}
         return {**found, "mode": None, "microbatches": None, "parallel": parallel}
@@ -101,7 +112,7 @@ class SplitLimits:
     batch: int
     layers: int  # a pipeline has at most so many stages
     tensor: Sequence[int] = ()  # degrees of split layers
-    slices: bool = False  # sequences can be cut into slices
+    context: int = 0  # tokens of a sequence that can be cut into slices; 0: none can
 
 
 def every_plan(limits: SplitLimits) -> Iterator[SplitPlan]:
@@ -130,11 +141,13 @@ def _products(limits: SplitLimits, data: int, pipe: int, tensor: int) -> Iterato
         schedule = WAYS[name].schedule
         if name in LEFT_OUT or schedule is None or pipe * schedule.chunks > limits.layers:
             continue
-        if name == "terapipe" and (tensor > 1 or data > 1 or not limits.slices):
+        if name == SLICED and (tensor > 1 or data > 1):
             continue
-        for count in _counts(min(limits.batch // data, A_STAGE * pipe)):
-            for averaging in UNDER_A_PIPELINE if data > 1 else ("",):
-                yield SplitPlan(data, pipe, tensor, averaging, name, count)
+        for slices in [each for each in SLICES if each <= limits.context] if name == SLICED else [0]:
+            tokens = equal_slices(limits.context, slices) if slices else ()
+            for count in _counts(min(limits.batch // data, A_STAGE * pipe // max(slices, 1))):
+                for averaging in UNDER_A_PIPELINE if data > 1 else ("",):
+                    yield SplitPlan(data, pipe, tensor, averaging, name, count, tokens=tokens)
 
 
 def _counts(most: int) -> list[int]:

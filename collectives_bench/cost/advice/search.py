@@ -12,7 +12,15 @@ from typing import Any, Final
 
 from muster.collectives_bench.cost.advice.plans import SplitLimits, SplitPlan, every_plan
 from muster.collectives_bench.cost.advice.site import JobSite
-from muster.collectives_bench.cost.advice.steptime import StepParts, least_s, load_of, measured_error, memory, price
+from muster.collectives_bench.cost.advice.steptime import (
+    StepParts,
+    kind_of,
+    least_s,
+    load_of,
+    measured_error,
+    memory,
+    price,
+)
 from muster.collectives_bench.cost.buckets import SWEEP
 from muster.collectives_bench.cost.exposed import Network
 from muster.collectives_bench.cost.memory import PeakMemory
@@ -155,8 +163,8 @@ def obstacle(plan: SplitPlan, site: JobSite, check: Check, memory_limit: float |
 def interval(plan: SplitPlan, parts: StepParts, site: JobSite) -> PredictedTime:
     """Return a step's interval: that of the network's times, and the errors of measured passes and pipelines."""
     low, high = price(plan, site, "low_s").seconds, price(plan, site, "high_s").seconds
-    pipeline = bool(plan.schedule)
-    error = site.kept(("error", pipeline), lambda: measured_error(site, pipeline=pipeline))
+    kind = kind_of(plan)
+    error = site.kept(("error", kind), lambda: measured_error(site, kind))
     doubt = min(hypot(site.times.spread, error), MOST_DOUBT) * (parts.computation + parts.bubble + parts.update)
     return PredictedTime(max(min(low, parts.seconds) - doubt, 0.0), parts.seconds, max(high, parts.seconds) + doubt)
 

@@ -76,8 +76,14 @@ class JobSite:
         return self.records and plan.is_recordable and bool(self.times.replays)
 
     def passes(self, plan: SplitPlan, samples: float, active: float) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward of `samples` samples; tensor ranks split every layer."""
-        forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
+        """Return the seconds of a forward and a backward of `samples` samples, or of a slice of their sequences.
+
+        Tensor ranks split every layer.
+        """
+        if plan.tokens:
+            forward, backward = self.times.slice_s(samples, plan.slices, active)
+        else:
+            forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
         factor = self.option_factor * self.paces[bool(plan.schedule)]
         return forward * factor, backward * factor
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.cost.advice.measured import SPLITS_BACKWARD, WHOLE, actions_of
+from muster.collectives_bench.cost.advice.measured import SHARDED, SPLITS_BACKWARD, WHOLE, actions_of
 from muster.collectives_bench.cost.advice.pipelines import PipelineTask, PipelineTimes, alone, shared, stage_ranks
 from muster.collectives_bench.cost.advice.plans import SplitPlan
 from muster.collectives_bench.cost.advice.site import GroupNetwork, JobSite, NoNetwork
@@ -36,7 +36,7 @@ from muster.collectives_bench.cost.exposed import (
 )
 from muster.collectives_bench.cost.load import RankLoad, Split
 from muster.collectives_bench.cost.memory import PeakMemory, memory_of
-from muster.collectives_bench.cost.modes import SLICES, PredictedStage, cut
+from muster.collectives_bench.cost.modes import PredictedStage, chunks_of, cut
 from muster.collectives_bench.cost.slices import held_by
 from muster.jobs.models.anatomy import Anatomy
 
@@ -45,6 +45,8 @@ HIDES_BACKWARD: Final = ("flat", "allreduce", "overlap", "bucketed", "ddp")
 SURELY: Final = 0.8  # of an all-reduce of all gradients: the sum of its parts is not less
 FULLY_SHARDED: Final = 3  # ZeRO's stage
 UNIT_CALLS: Final = 3  # of a fully sharded unit: gathered for the forward and for the backward, then reduced
+KINDS: Final = ("", WHOLE, SHARDED)  # of measured steps: pipelines, and modes without one
+LONG: Final = 4 << 20  # bytes of a message whose rate is that of a link without pauses
 PARTS: Final = ("data", "computation", "bubble", "communication", "update")
 
 
@@ -84,31 +86,39 @@ def calibrated(site: JobSite) -> JobSite:
     """
     if site.times.device != "cpu" or site.sharing < site.ranks:
         return site
-    ratios = [_checked(site, pipeline=pipeline) for pipeline in (False, True)]
+    ratios = [_checked(site, kind) for kind in (WHOLE, "")]
     without, within = (1 / median(each) if each else 1.0 for each in ratios)
     return replace(site, paces=(without, within))
 
 
-def measured_error(site: JobSite, *, pipeline: bool) -> float:
-    """Return the largest relative error among the predictions of the steps that this machine has measured.
+def kind_of(plan: SplitPlan) -> str:
+    """Return the kind of a plan among the measured steps: without a pipeline `flat` or `zero1`, else ""."""
+    return "" if plan.schedule else SHARDED if plan.zero else WHOLE
 
-    It is that without the paces, because the pace on other links is not known better than that.
+
+def measured_error(site: JobSite, kind: str) -> float:
+    """Return the largest relative error among the predictions of the steps of a kind that this machine has measured.
+
+    If none is of this kind, all count. It is the error without the paces, because the pace on other links is not known
+    better than that.
     """
-    return max((abs(ratio - 1) for ratio in _checked(site, pipeline=pipeline)), default=0.0)
+    ratios = _checked(site, kind) or [ratio for each in KINDS for ratio in _checked(site, each)]
+    return max((abs(ratio - 1) for ratio in ratios), default=0.0)
 
 
-def _checked(site: JobSite, *, pipeline: bool) -> list[float]:
-    """Return predicted time / measured time of the steps that were measured on this machine."""
+def _checked(site: JobSite, kind: str) -> list[float]:
+    """Return predicted time / measured time of the steps of a kind that were measured on this machine."""
     told, ratios = site.times, list[float]()
     network = NoNetwork() if told.device == "cpu" else site.network
-    for step in told.steps:
-        if (step.mode != WHOLE) != pipeline:
+    for step in told.known_steps:
+        if ("" if step.is_pipeline else step.mode) != kind:
             continue
         load = replace(site.load, ranks=told.ranks, batch=step.microbatches * step.samples, split=None)
         here = JobSite(load, told, network, 1, told.ranks, records=site.records)
-        plan = SplitPlan(data=told.ranks, averaging=WHOLE)
-        if pipeline:
-            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
+        plan = SplitPlan(data=told.ranks, averaging=step.mode)
+        if step.is_pipeline:
+            tokens = (1,) * step.slices if step.slices > 1 else ()
+            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches, tokens=tokens)
         ratios.append(price(plan, here).seconds / step.seconds)
     return ratios
 
@@ -125,7 +135,7 @@ def least_s(plan: SplitPlan, site: JobSite) -> float:
     chunks = plan.way.schedule.chunks if plan.way.schedule else 1
     ahead_s = (plan.pipe - 1) / 2 * (forward + (backward if plan.schedule in ONE_WAY else 0.0)) / plan.pipe / chunks
     split_s = plan.microbatches * _split_layers(plan, site, micro, "seconds")[0] / plan.pipe
-    work_s = plan.microbatches * (forward + backward) / plan.pipe + ahead_s + split_s
+    work_s = plan.microbatches * plan.slices * (forward + backward) / plan.pipe + ahead_s + split_s
     averaged_s = 0.0
     if plan.data > 1 and plan.averaging in HIDES_BACKWARD:
         nbytes = sum(site.load.gradient_sizes) // (plan.pipe * plan.tensor)
@@ -291,7 +301,7 @@ def _pipeline(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     busy_s = sum(found.busy_s) / plan.pipe
     largest = max(stage.elements for stage in stages) / site.load.model.elements
     fill_s = site.times.accumulate_s * largest / plan.tensor if site.replays(plan) else 0.0  # of gradients, with zeros
-    update = _update_s(plan, site, largest) + fill_s
+    update = _update_s(plan, site, largest) + fill_s + site.times.each_step_s  # ranks end one after another
     last = _tail(plan, site, task, stages, found, bound)
     tied_s, tied_bytes = _tied(plan, site, bound)
     messages = sum(task.message) / max(len(task.message), 1)
@@ -326,16 +336,14 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     """Return the schedule and the costs of its stages, for ranks that compute one at a time if they share a machine."""
     schedule = plan.way.schedule
     assert schedule is not None
-    slices = SLICES if plan.schedule == "terapipe" else 1
+    slices = plan.slices
     shares_machine = site.times.device == "cpu" and site.sharing >= site.ranks
-    forward, backward = site.passes(plan, micro / slices, 1 if shares_machine else site.active)
-    if slices > 1 and (sliced := site.times.slice_s(micro)) is not None:
-        forward, backward = sliced
-    key = plan.pipe, schedule.chunks
+    forward, backward = site.passes(plan, micro, 1 if shares_machine else site.active)
+    key = plan.pipe, schedule.chunks, schedule.turns_back
     chunks = site.kept(("chunks", *key), lambda: _chunks(plan, site.load.model))
     shares = site.kept(("shares", *key), lambda: [_share(site, chunk) for chunk in chunks])
     split_s, _ = _split_layers(plan, site, micro / slices, bound)
-    action_s = site.times.engine_s(plan.schedule, micro)
+    action_s = site.times.engine_s(plan.schedule, micro / slices)
     sent = [
         site.times.message_s(micro / slices * chunk.outputs[-1] * site.load.itemsize, site.cpu_s_per_byte)
         for chunk in chunks[:-1]
@@ -343,15 +351,17 @@ def _task(plan: SplitPlan, site: JobSite, micro: int, bound: Bound) -> PipelineT
     ends = [(before + after) / 2 for before, after in pairwise([0.0, *sent, 0.0])]  # of the messages of an action
     extra = [split_s / 2 * blocks + action_s + own_s for (_, _, blocks), own_s in zip(shares, ends, strict=True)]
     backward += site.times.accumulate_s / plan.tensor if site.replays(plan) else 0.0
+    message, ahead = _messages(plan, site, chunks, micro / slices, bound)
     return PipelineTask(
         plan.schedule,
         plan.pipe,
         plan.microbatches,
         tuple(forward * share + more for (share, _, _), more in zip(shares, extra, strict=True)),
         tuple(backward * share + more for (_, share, _), more in zip(shares, extra, strict=True)),
-        tuple(_messages(plan, site, chunks, micro / slices, bound)),
+        message,
         slices,
         site.times.backward_halves if plan.schedule in SPLITS_BACKWARD else (0.5, 0.5),
+        ahead,
     )
 
 
@@ -359,9 +369,7 @@ def _chunks(plan: SplitPlan, model: Anatomy) -> list[PredictedStage]:
     """Return the parts of the model between cuts, in order: one for each stage of the schedule."""
     schedule = plan.way.schedule
     assert schedule is not None
-    found = cut(model, replace(schedule, chunks=1, turns_back=False), plan.pipe * schedule.chunks)
-    assert found is not None
-    return found
+    return [PredictedStage(parts, (parts[-1].outputs,)) for parts in chunks_of(model, schedule, plan.pipe)]
 
 
 def _share(site: JobSite, chunk: PredictedStage) -> tuple[float, float, float]:
@@ -377,23 +385,30 @@ def _share(site: JobSite, chunk: PredictedStage) -> tuple[float, float, float]:
 
 def _messages(
     plan: SplitPlan, site: JobSite, chunks: Sequence[PredictedStage], samples: float, bound: Bound
-) -> list[float]:
-    """Return the seconds of a message over each cut."""
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the seconds of a message over each cut, and by how much it takes longer without a pause before it."""
     ranks = stage_ranks(plan.schedule, plan.pipe, len(chunks) // plan.pipe)
     stride = plan.data * plan.tensor
     found = []
     for chunk, (here, there) in zip(chunks, pairwise(ranks), strict=False):
         if here == there:
-            found.append(0.0)
+            found.append((0.0, 0.0))
             continue
         apart = here * stride // site.per_node != there * stride // site.per_node
         groups = min(stride, site.per_node) if apart else 1
         nbytes = samples * chunk.outputs[-1] * site.load.itemsize * groups
-        answer = site.network.predict(
-            "ping_pong", nbytes, ranks=2, nodes=2 if apart else 1, backend=site.load.backend, back_to_back=False
+        ask = partial(
+            site.network.predict,
+            "ping_pong",
+            ranks=2,
+            nodes=2 if apart else 1,
+            backend=site.load.backend,
+            back_to_back=False,
         )
-        found.append(float(getattr(answer, bound)))
-    return found
+        took_s, long_s = (float(getattr(ask(size), bound)) for size in (nbytes, LONG))
+        found.append((took_s, max(long_s * nbytes / LONG - took_s, 0.0)))
+    messages, ahead = zip(*found, strict=True) if found else ((), ())
+    return messages, ahead
 
 
 def _tail(

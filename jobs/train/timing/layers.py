@@ -52,6 +52,7 @@ from muster.jobs.train.timing.passes import (
     updating,
 )
 from muster.jobs.train.timing.steps import rows_of, steps_of
+from muster.pipe.schedules.slicing import equal_slices
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -249,7 +250,8 @@ class _Worker:
         backend = "nccl" if self.device.type == GPUS else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=self.rank, world_size=self.count)
         messages = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
-        steps = steps_of(self.settings, self.device, rows_of(subject, size))
+        tokens = equal_slices(subject.batch(1)[0].shape[1], SLICES) if has_slices(subject) else ()
+        steps = steps_of(self.settings, self.device, rows_of(subject, size), tokens)
         self.barrier.wait(LIMIT_S)
         dist.destroy_process_group()
         return {"messages": messages, "steps": steps}

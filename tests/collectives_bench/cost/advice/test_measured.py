@@ -82,10 +82,18 @@ def test_recorded_passes_and_slices_have_their_own_times() -> None:
     times = LayerTimes.model_validate({**RECORD, **more})
     assert times.pass_s(4, 4, recorded=True) == pytest.approx((0.01, 0.02))
     assert times.pass_s(4, 4) == pytest.approx((0.05, 0.10))  # GPUs do not share cores
-    assert times.slice_s(2) == pytest.approx((0.015, 0.025))
     assert times.backward_halves == pytest.approx((0.6, 0.5))
-    assert (TIMES.slice_s(2), TIMES.backward_halves) == (None, (0.5, 0.5))
+    assert TIMES.backward_halves == (0.5, 0.5)
     assert TIMES.pass_s(4, recorded=True) == TIMES.pass_s(4)
+
+
+def test_each_further_slice_adds_the_time_by_which_four_measured_slices_exceed_the_whole() -> None:
+    slices = [{"samples": 4, "active": 1, "forward_s": 0.02, "backward_s": 0.02}]
+    times = LayerTimes.model_validate({**RECORD, "slices": slices})
+    assert times.slice_s(4, 4) == pytest.approx((0.02, 0.025))  # a backward of slices is not faster than the whole
+    assert times.slice_s(4, 2) == pytest.approx(((0.05 + 0.01) / 2, 0.05))
+    assert times.slice_s(4, 2, 4) == pytest.approx((0.06, 0.10))  # four ranks slow each other down twofold
+    assert TIMES.slice_s(4, 2) == TIMES.pass_s(2)
 
 
 def test_the_engine_needs_the_cpu_time_of_a_real_step_beyond_that_of_its_layers() -> None:
@@ -102,6 +110,33 @@ def test_the_engine_needs_the_cpu_time_of_a_real_step_beyond_that_of_its_layers(
     more = {**steps[0], "samples": 16, "cpu_s": 0.51 + 0.015 / 4 + 0.24}
     larger = LayerTimes.model_validate({**RECORD, "steps": [*steps, more]})
     assert larger.engine_s("1f1b", 10) == pytest.approx(0.02)
+
+
+def test_slices_cost_what_their_own_steps_show_or_else_what_those_of_gpipe_show() -> None:
+    passes_s, sliced_s, update_s = 0.15, 4 * sum(TIMES.pass_s(1)), 0.015
+    step = {"microbatches": 4, "samples": 4, "seconds": 1, "host_s": 0}
+    steps = [
+        {**step, "mode": "gpipe", "cpu_s": passes_s + update_s / 4 + 0.08},
+        {**step, "mode": "terapipe", "cpu_s": 9.0},  # of a version that did not record the number of slices
+    ]
+    old = LayerTimes.model_validate({**RECORD, "steps": steps})
+    assert old.engine_s("terapipe", 1) == pytest.approx(0.01 / 4)  # a quarter of four samples
+    steps += [{**step, "mode": "terapipe", "slices": 4, "cpu_s": sliced_s + update_s / 4 + 0.64}]
+    new = LayerTimes.model_validate({**RECORD, "steps": steps})
+    assert new.engine_s("terapipe", 1) == pytest.approx(0.64 / 32)
+
+
+def test_steps_with_more_micro_batches_show_the_engines_time_of_a_step() -> None:
+    passes_s, update_s = sum(TIMES.pass_s(1, 4)) / 2 / 4, 0.015 / 4  # of a micro-batch on each of four ranks
+    steps = [
+        {"mode": "gpipe", "microbatches": count, "samples": 1, "seconds": 1, "host_s": 0}
+        | {"cpu_s": passes_s * count + update_s + 0.02 + 2 * count * 0.005}
+        for count in (4, 16)
+    ]
+    times = LayerTimes.model_validate({**RECORD, "steps": steps})
+    assert times.each_step_s == pytest.approx(0.02)
+    assert times.engine_s("gpipe", 1) == pytest.approx(0.005)
+    assert TIMES.each_step_s == 0.0
 
 
 def test_a_byte_on_the_network_needs_more_cpu_time_than_on_the_loopback() -> None:

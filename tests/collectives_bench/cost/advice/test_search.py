@@ -40,7 +40,7 @@ def site(
 
 
 def limits(ranks: int = 4, batch: int = 16) -> SplitLimits:
-    return SplitLimits(ranks, batch, MICRO.layers + 3, [2, 4], slices=True)
+    return SplitLimits(ranks, batch, MICRO.layers + 3, [2, 4], context=MICRO.context)
 
 
 def test_every_product_of_degrees_is_tried_once() -> None:
@@ -71,6 +71,13 @@ def test_a_plan_is_a_mode_or_a_product_in_the_job_file() -> None:
         "schedule": "1f1b",
         "microbatches": 8,
         "zero": 1,
+    }
+    sliced = SplitPlan(pipe=4, schedule="terapipe", microbatches=2, tokens=(32, 32, 32, 32))
+    assert sliced.text == "terapipe, 2 micro-batches of 4 slices"
+    assert sliced.changes() == {
+        "mode": None,
+        "microbatches": None,
+        "parallel": {"pipe": 4, "schedule": "terapipe", "microbatches": 2, "tokens": [32, 32, 32, 32]},
     }
 
 
@@ -129,7 +136,8 @@ def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
     assert calibrated(row).paces == pytest.approx((1.0, 1 / 1.2))
     assert calibrated(replace(row, sharing=1)).paces == (1.0, 1.0)
     found, before = search.interval(plan, priced, row), search.interval(plan, priced, here)
-    assert measured_error(row, pipeline=True) == pytest.approx(0.2)
+    assert measured_error(row, "") == pytest.approx(0.2)
+    assert measured_error(row, "zero1") == pytest.approx(0.2)  # of all steps, because none of this kind was measured
     assert found.high_s - before.high_s == pytest.approx(0.2 * (priced.seconds - priced.communication - priced.data))
 
 
@@ -149,6 +157,27 @@ def test_the_best_bucket_is_the_fastest_size() -> None:
     best, curve = search.best_bucket(row, here)
     assert best.step is not None
     assert best.step.seconds <= min(seconds for _, seconds in curve) * 1.03
+
+
+def test_more_slices_shorten_the_ramp_and_cost_a_message_each() -> None:
+    """The ramp is p - 1 slices and messages each way; stages differ a little, so it is not quite halved."""
+    here = site(rate=1e15)
+    plans = [SplitPlan(pipe=4, schedule="terapipe", microbatches=1, tokens=(1,) * count) for count in (2, 4, 8)]
+    steps = [price(plan, here) for plan in plans]
+    waits = [step.bubble + step.communication for step in steps]
+    assert waits[0] / waits[1] == pytest.approx(2, rel=0.2)
+    assert waits[1] / waits[2] == pytest.approx(2, rel=0.2)
+    late = replace(here, network=KnownNetwork(profile.link(1e15, 0.05)))
+    more = [price(plan, late).seconds - step.seconds for plan, step in zip(plans, steps, strict=True)]
+    assert more == sorted(more)
+
+
+def test_messages_without_pauses_are_as_slow_as_the_link() -> None:
+    """A shaped link sends the first bytes after a pause at once: here half of each message."""
+    task = PipelineTask("gpipe", 2, 8, (0.001, 0.001), (0.001, 0.001), (0.01,))
+    steady = replace(task, ahead=(0.01,))
+    assert shared(task, lambda count: 1.0).seconds == pytest.approx(2 * (8 * 0.01 + 0.002), rel=0.1)
+    assert shared(steady, lambda count: 1.0).seconds == pytest.approx(2 * (8 * 0.02 - 0.01 + 0.002), rel=0.1)
 
 
 def test_a_pipeline_on_shared_cores_takes_as_long_as_all_its_work() -> None:
@@ -198,7 +227,7 @@ def test_a_thousand_ranks_are_searched_completely() -> None:
     there = JobSite(load, times, KnownNetwork(profile.link(100e9, 5e-6)), 128, 8)
     began = time.process_time()
     found = search.advise(
-        there, SplitLimits(1024, 4096, shape.layers + 3, [2, 4, 8, 16, 32], slices=True), check=allows
+        there, SplitLimits(1024, 4096, shape.layers + 3, [2, 4, 8, 16, 32], context=shape.context), check=allows
     )
     print(f"{found.considered} plans in {time.process_time() - began:.1f} s")
     assert found.considered > 3000
