@@ -95,13 +95,14 @@ def killed_in_saves(bench: Bench) -> Outcome:
     moments = random.Random(10)
 
     def act(live: Live) -> float:
-        for attempt in range(3):
-            live.wait_event("saved", attempt=attempt)
+        attempt = 0
+        for _ in range(3):  # in place, attempts pass without a save or a step
+            attempt = live.wait_later("saved", attempt)["attempt"]
             pids = [*live.ranks(attempt).values(), *live.helpers()]
             time.sleep(moments.uniform(0.0, 0.1))
             began = time.time()
             signal_all(pids, signal.SIGKILL)
-            live.wait_event("first_step", attempt=attempt + 1)
+            attempt = live.wait_later("first_step", attempt + 1)["attempt"]
         return began
 
     text = job(every=3, steps=120, restart={"max": 8})

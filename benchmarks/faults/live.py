@@ -91,6 +91,11 @@ class Live:
         what = f"the event {name} of attempt {attempt}"
         return self.wait(what, lambda: self.events(name, attempt=attempt), deadline_s)[0]
 
+    def wait_later(self, name: str, attempt: int) -> dict[str, Any]:
+        """Return the first event of a name in an attempt or a later one, as soon as there is one."""
+        what = f"the event {name} of attempt {attempt} or a later one"
+        return self.wait(what, lambda: [row for row in self.events(name) if row["attempt"] >= attempt])[0]
+
     def steps(self, attempt: int | None = None) -> int:
         """Return the newest step that the run's metrics have, of an attempt or of any."""
         rows = read_lines(self.run.metrics)

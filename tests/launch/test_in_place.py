@@ -413,7 +413,9 @@ def test_sharded_ranks_restart_from_the_disk_if_a_shard_is_lost(tmp_path: Path, 
         os.kill(pid, signal.SIGKILL)
     live.process.send_signal(signal.SIGCONT)
     assert live.end() == 0, live.err
-    assert "the shards of rank 1 were lost with" in live.events("not_in_place")[-1]["why"]
+    why = live.events("not_in_place")[-1]["why"]
+    # The connections break one after the other, so the supervisor may still ask node 2 for the copy.
+    assert "the shards of rank 1 were lost with" in why or "the nodes cannot get a checkpoint" in why
     rows = [*read_lines(live.run.attempts)]
     assert rows[1]["from_step"] % 20 == 0
     assert hashes(live.run.path) == uninterrupted({"mode": "zero1"})
