@@ -36,7 +36,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C and SIGHUP, so that what tests start does: scripts in the background and nohup have them ignored.
+    """Stop ignoring Ctrl-C and SIGHUP, as nohup and background scripts do, because processes inherit what is ignored.
 
     PyTorch's threads sleep while they wait for each other: on a busy machine, those that spin take five times as long.
     """

@@ -241,7 +241,7 @@ def test_a_script_without_a_session_ends_with_the_same_bits(ahead: Callable[[str
 
 
 def test_shards_of_two_ranks_go_on_on_one(ahead: Callable[[str], Any], tmp_path: Path) -> None:
-    assert ahead("fsdp2 undisturbed")  # it has a run folder by then
+    assert ahead("fsdp2 undisturbed")  # by then, the run folder exists
     run = RunDir(next((tmp_path.parent).glob("own*/fsdp2-torchrun/runs/*")))
     losses, wanted = (
         {row["step"]: row["loss"] for row in read_lines(each.metrics)} for each in (ahead("fsdp2").run, run)

@@ -96,7 +96,7 @@ def killed_in_saves(bench: Bench) -> Outcome:
 
     def act(live: Live) -> float:
         attempt = 0
-        for _ in range(3):  # in place, attempts pass without a save or a step
+        for _ in range(3):  # with in_place, an attempt may end before it saves or completes a step
             attempt = live.wait_later("saved", attempt)["attempt"]
             pids = [*live.ranks(attempt).values(), *live.helpers()]
             time.sleep(moments.uniform(0.0, 0.1))

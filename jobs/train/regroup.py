@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from muster.jobs.train.loop import Trainer
 
 PATIENCE_S: Final = 600.0  # how long to wait for an order; the supervisor decides earlier
-# What PyTorch does if NCCL finds that a peer is lost: end the process, and before that write a trace, for which its
-# threads sleep for a minute.
+# Settings that turn off what PyTorch does if NCCL finds a lost peer. It would end the process, after it has slept for a
+# minute, so that all ranks can write a trace.
 OWN_HANDLING: Final = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",

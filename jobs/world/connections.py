@@ -24,7 +24,7 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.meeting import connect, prefix_of
 
 OPEN: Final = Path("/proc/self/fd")
-ABORT_S: Final = 3.0  # then connections are shut down all the same; the supervisor ends ranks that do not leave
+ABORT_S: Final = 3.0  # longest wait for aborts; then the connections are shut down although communicators still run
 FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -72,7 +72,7 @@ class GroupConnections:
         self._opened = _sockets() - self._before - self._store.inodes
 
     def leave(self) -> None:
-        """After a cut: forget the store if the connections were incomplete, because it was cut, too."""
+        """Forget the store if `cut` has closed it, too, which it does while connections are still being made."""
         if self._opened is None:
             self._store.drop()
 
@@ -93,7 +93,7 @@ class GroupConnections:
     def _abort(self) -> None:
         """Abort the communicators of all groups, each once, and wait for this for at most ABORT_S.
 
-        This happens at the same time. An abort frees memory, and so waits for the kernels of all communicators.
+        The aborts run at the same time, because each one frees memory, and so waits for kernels of all communicators.
         """
         with self._lock:
             for group in [*_world.pg_map]:

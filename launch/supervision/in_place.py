@@ -27,7 +27,8 @@ from muster.jobs.spec.modes import Parallel
 from muster.launch.records.verdict import RankEnd
 
 TRIES: Final = 2  # attempts in a row that may begin in place without completing a step
-# How a rank ends by its own program: by an exit code, or by a signal for an error that no code has caught.
+# How a program ends its rank: with an exit code, or by a signal after an error that it did not catch. The SIGTERM may
+# come from a scheduler.
 OF_PROGRAM: Final = (None, "SIGTERM", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 
 Groups = Sequence[Collection[int]]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.ranks
 @pytest.mark.cluster
-@pytest.mark.soak  # tests/launch/ has these faults: hangs, kills of a rank, an agent and a supervisor, lost nodes
+@pytest.mark.soak  # tests in tests/launch/ cause the same: hangs, lost nodes, kills of ranks, agents and supervisors
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.key) for fault in FAULTS if fault.quick])
 def test_a_hurt_run_ends_as_the_unhurt_one(fault: Fault, bench: Bench) -> None:

@@ -17,7 +17,7 @@ def test_lines_of_code_are_counted_and_nothing_else():
     assert own_lines.added(plain, changed) == ["import muster", "for step in run.steps(9):"]
 
 
-@pytest.mark.soak  # a benchmark shows by itself that it runs
+@pytest.mark.soak  # nothing else depends on this script, and whoever runs it sees if it fails
 def test_a_benchmark_under_muster_run_ends_with_its_record(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "save_stall.py"), "session", "--ranks", "2", "--quick"]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

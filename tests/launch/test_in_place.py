@@ -223,7 +223,7 @@ def losses(live: LiveRun) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Return the losses of the model of the pipelines on one rank."""
+    """Return the losses of an uninterrupted run, in which one rank trains the model of the pipelines."""
     train = {**pipelines(""), "parallel": None, "mode": "single", "data": tokens(pause_s=0.0)}
     live = LiveRun(tmp_path_factory.mktemp("whole"), job(ranks=1, train=train))
     assert live.end() == 0, live.err

@@ -19,7 +19,7 @@ LEFT_OUT: Final = (
 )  # another program, other results, and gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 SLICED: Final = "terapipe"
-SLICES: Final = (2, 4, 8, 16)  # of a sequence
+SLICE_COUNTS: Final = (2, 4, 8, 16)  # numbers of slices of a sequence that are compared
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "zero1", "zero2")  # ways to average gradients between pipelines
 WITH_LAYERS: Final = ("allreduce", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2")
 
@@ -143,7 +143,7 @@ def _products(limits: SplitLimits, data: int, pipe: int, tensor: int) -> Iterato
             continue
         if name == SLICED and (tensor > 1 or data > 1):
             continue
-        for slices in [each for each in SLICES if each <= limits.context] if name == SLICED else [0]:
+        for slices in [each for each in SLICE_COUNTS if each <= limits.context] if name == SLICED else [0]:
             tokens = equal_slices(limits.context, slices) if slices else ()
             for count in _counts(min(limits.batch // data, A_STAGE * pipe // max(slices, 1))):
                 for averaging in UNDER_A_PIPELINE if data > 1 else ("",):

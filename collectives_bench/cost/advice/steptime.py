@@ -92,7 +92,7 @@ def calibrated(site: JobSite) -> JobSite:
 
 
 def kind_of(plan: SplitPlan) -> str:
-    """Return the kind of a plan among the measured steps: without a pipeline `flat` or `zero1`, else ""."""
+    """Return the kind of measured steps that a plan is compared with: "" for pipelines, else `flat` or `zero1`."""
     return "" if plan.schedule else SHARDED if plan.zero else WHOLE
 
 
@@ -107,7 +107,7 @@ def measured_error(site: JobSite, kind: str) -> float:
 
 
 def _checked(site: JobSite, kind: str) -> list[float]:
-    """Return predicted time / measured time of the steps of a kind that were measured on this machine."""
+    """Return the ratios of predicted to measured time, for the steps of one kind that this machine has measured."""
     told, ratios = site.times, list[float]()
     network = NoNetwork() if told.device == "cpu" else site.network
     for step in told.known_steps:

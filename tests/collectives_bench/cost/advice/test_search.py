@@ -137,7 +137,9 @@ def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
     assert calibrated(replace(row, sharing=1)).paces == (1.0, 1.0)
     found, before = search.interval(plan, priced, row), search.interval(plan, priced, here)
     assert measured_error(row, "") == pytest.approx(0.2)
-    assert measured_error(row, "zero1") == pytest.approx(0.2)  # of all steps, because none of this kind was measured
+    assert measured_error(row, "zero1") == pytest.approx(
+        0.2
+    )  # the largest of all steps, because no step of this kind was measured
     assert found.high_s - before.high_s == pytest.approx(0.2 * (priced.seconds - priced.communication - priced.data))
 
 
