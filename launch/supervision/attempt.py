@@ -9,6 +9,7 @@
 the nodes.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +44,6 @@ DRAIN_S: Final = 60.0
 LOOK_S: Final = 1.0  # between two looks for a hang
 LEAVING_S: Final = 5.0  # time before a scheduler's deadline that is reserved for sweeping and for requeuing the job
 LONGEST_WHY: Final = 1 << 12  # characters
-JOIN_S: Final = 6.0  # the limit for ranks that continue in place; then all restart
 ALL_WAIT_S: Final = 3.0  # if all ranks wait for so long although none was lost, all restart
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
@@ -99,9 +99,9 @@ class Attempt:
         self.stuck: set[int] = set()  # node ranks of nodes where a process survives SIGKILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by `stop_deadline`
-        self.began = time.time()
+        self.began = self.story.began
         self.started_at = time.monotonic()
-        self.limit_s = min(context.job.start_timeout_s, JOIN_S) if context.adopted else context.job.start_timeout_s
+        self.limit_s = min(context.job.start_timeout_s, context.rejoin_s if context.adopted else math.inf)
         self.deadline = self.started_at + max(self.limit_s, patience_s)
 
     @property

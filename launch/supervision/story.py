@@ -6,6 +6,7 @@ The durations in the row:
       of the attempt before                      of the next one                                   before the failure
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
@@ -36,7 +37,9 @@ class Story:
         self.origin: str | None = chosen.get("checkpoint")
         self.origin_step: int = chosen.get("step", 0)
         self.from_memory = bool(chosen.get("memory"))  # the origin is in the nodes' memory, not on the disk
+        self.began = time.time()
         self.first_step: int | None = None
+        self.start_s = 0.0  # the time to the first step
         self.saved_step: int | None = None
         self.regrouped: int | None = None  # the steps of the state with which living ranks continued
         self.saved: str | None = None  # the newest checkpoint of this attempt
@@ -71,7 +74,7 @@ class Story:
             self.console.progress(report)
             return
         if what == "first_step":
-            self.first_step = report["step"]
+            self.first_step, self.start_s = report["step"], time.time() - self.began
         elif what == "regrouped":
             self.regrouped = report["step"]
         elif what in TIMES:

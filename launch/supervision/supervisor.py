@@ -263,6 +263,7 @@ class Supervisor:
             placement=self.succession.placement(self.context.placement, slots, regrouping),
             spares=(),
             adopted=regrouping.adopted if regrouping is not None else {},
+            rejoin_s=max(self.context.rejoin_s, self._current.story.start_s),  # a restart would take as long
             options={**self.context.options, **options},
         )
 

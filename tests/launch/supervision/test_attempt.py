@@ -53,7 +53,14 @@ class Played:
     """An attempt of two nodes with a rank each, whose agents are this test."""
 
     def __init__(
-        self, folder: Path, *, saving: bool = True, ask: Callable[[bool], None] | None = None, **train: Any
+        self,
+        folder: Path,
+        *,
+        saving: bool = True,
+        ask: Callable[[bool], None] | None = None,
+        adopted: dict[int, int] | None = None,
+        rejoin_s: float = 6.0,
+        **train: Any,
     ) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.attempt(0).path.mkdir(parents=True)
@@ -62,7 +69,8 @@ class Played:
         job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=checkpoint)
         placement = place(job, [Host(f"n{number}", "127.0.0.1") for number in range(2)])
         options = {"saving": saving, "resume": {"checkpoint": "step-00000010.a000", "step": 10}}
-        context = Context(job, Site(), placement, self.run, "/srv", "/opt/python", "m:f", options=options)
+        continuing = {"adopted": adopted or {}, "rejoin_s": rejoin_s}
+        context = Context(job, Site(), placement, self.run, "/srv", "/opt/python", "m:f", options=options, **continuing)
         nodes = [NodeState(place) for place in placement.nodes]
         for number, node in enumerate(nodes):
             node.hello, node.channel = hello(host=f"n{number}"), Channel()  # type: ignore[assignment]
@@ -104,6 +112,15 @@ def stack_of(rank: int, *lines: str) -> Stacks:
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     return Played(tmp_path).working()
+
+
+def test_ranks_that_continue_in_place_have_as_long_as_a_restart_would_take(tmp_path: Path) -> None:
+    attempt = Played(tmp_path, adopted={0: 0, 1: 1}, rejoin_s=17.0).attempt
+    attempt.tick(attempt.started_at + 16.9)
+    assert not attempt.is_stopping
+    attempt.tick(attempt.started_at + 17.1)
+    assert attempt.stop is not None
+    assert "did not reach the rendezvous within 17 s" in attempt.stop.message
 
 
 def test_ranks_that_were_stopped_together_each_have_a_row(played: Played) -> None:

@@ -93,7 +93,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
         story = SimpleNamespace(
-            last_step=lambda nodes: 120, saved_step=None, copied_step=None, times={}, has_session=False
+            last_step=lambda nodes: 120, saved_step=None, copied_step=None, times={}, has_session=False, start_s=17.0
         )
         alone = {"regrouping": None, "context": SimpleNamespace(adopted={})}
         stopped = {"tick": lambda now, late_s: None, "growing": False, "stop": None, "draining": None}
@@ -118,6 +118,14 @@ def revive(supervisor: Supervisor) -> Any:
 
     asyncio.run(work())
     return supervisor.run_nodes.nodes[LOST].failure
+
+
+def test_the_limit_for_ranks_that_continue_is_the_longest_start(make: Any) -> None:
+    supervisor = make(Boots(1, UnreachableError("n3: connection refused")))
+    supervisor._turn((0, 1, 2), {})
+    supervisor.attempt.story.start_s = 2.0  # of an attempt in place
+    supervisor._turn((0, 1, 2), {})
+    assert supervisor.context.rejoin_s == 17.0
 
 
 def test_a_lost_node_that_boots_is_tried_until_its_agent_answers(make: Any) -> None:
