@@ -222,7 +222,8 @@ class TrainFields(Strict):
     log_every: Positive = Field(
         20,
         description="steps from one log point to the next; "
-        "at log points ranks report progress, save on request and record timelines",
+        "at log points ranks report progress, save on request and record timelines; every save and every copy in "
+        "memory is a log point, too",
     )
     seed: Seed = Field(0, description="seed of weights, order of the data, augmentation and dropout")
     deterministic: bool = Field(False, description="use PyTorch's deterministic algorithms only")
