@@ -11,6 +11,7 @@ hands on.
     import    a ValueError before it has joined    gil      sleeps in C and keeps the interpreter's lock
     nan       one weight becomes NaN               skip     leaves out the step's reduction of gradients and goes on
     disagree  is told another checkpoint than the others
+    few       sleeps before each step of an attempt but its first one, if fewer than STEP ranks train
 """
 
 import ctypes
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "BENCHMARK_BEND"
 FOREVER_S = 100_000
+FEW_S = 0.5
 
 
 class Bend(NamedTuple):
@@ -82,7 +84,8 @@ def run_rank(payload: Mapping[str, Any]) -> int:
         raise ValueError("a planted failure at import")
     if bend.what == "disagree":
         return main.run_rank(other_checkpoint(payload))
-    Engine.train_step = _bent(Engine.train_step, bend)  # type: ignore[method-assign]
+    bends = _slow if bend.what == "few" else _bent
+    Engine.train_step = bends(Engine.train_step, bend)  # type: ignore[method-assign]
     return main.run_rank(payload)
 
 
@@ -91,6 +94,19 @@ def _bent(whole: Callable[..., Any], bend: Bend) -> Callable[..., Any]:
         if step == int(bend.step):
             print(f"bent: {bend.what} at step {step}, {time.time()!r}", file=sys.stderr, flush=True)
             ACTS[bend.what](self)
+        return whole(self, step, shards)
+
+    return train_step
+
+
+def _slow(whole: Callable[..., Any], bend: Bend) -> Callable[..., Any]:
+    begun: Any = None  # the engine of the last step; every attempt has its own
+
+    def train_step(self: Any, step: int, shards: Sequence[Any]) -> Any:
+        nonlocal begun
+        if begun is self and self.model.world.size < int(bend.step):
+            time.sleep(FEW_S)
+        begun = self
         return whole(self, step, shards)
 
     return train_step

@@ -97,9 +97,9 @@ def killed_in_saves(bench: Bench) -> Outcome:
     def act(live: Live) -> float:
         attempt = 0
         for _ in range(3):  # with in_place, an attempt may end before it saves or completes a step
-            attempt = live.wait_later("saved", attempt)["attempt"]
-            pids = [*live.ranks(attempt).values(), *live.helpers()]
+            live.wait_later("saved", attempt)
             time.sleep(moments.uniform(0.0, 0.1))
+            pids, attempt = [*live.ranks().values(), *live.helpers()], live.attempt()["attempt"]
             began = time.time()
             signal_all(pids, signal.SIGKILL)
             attempt = live.wait_later("first_step", attempt + 1)["attempt"]

@@ -23,6 +23,7 @@ from faults.work import job
 KINDS = ("rank", "node", "supervisor")
 STEPS_APART = (5, 25)
 SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))  # nodes, ranks on each
+NODES = 2  # at first, with one rank on each
 EVERY = 7
 LIMIT_S = 600.0
 
@@ -33,7 +34,13 @@ def story(kills: int, seed: int) -> tuple[str, list[str]]:
     # Each kind as often as the others; a supervisor's end is also how the number of ranks changes.
     kinds = [KINDS[number % len(KINDS)] for number in range(kills)]
     draw.shuffle(kinds)
-    return job(steps=STEPS_APART[1] * (kills + 6), every=EVERY, restart={"max": kills + 5, "backoff": 0.0}), kinds
+    steps, restart = STEPS_APART[1] * (kills + 6), {"max": kills + 5, "backoff": 0.0}
+    return job(nodes=NODES, steps=steps, every=EVERY, restart=restart), kinds
+
+
+def slow_while_few(bench: Bench, ranks: int) -> str:
+    """Return a bend that slows down survivors in place, or the run would end before the missing ranks are back."""
+    return f"few:all:{ranks}:all" if bench.in_place else ""
 
 
 def trained(live: Live, ranks: int, steps: int) -> dict[str, Any] | None:
@@ -41,16 +48,16 @@ def trained(live: Live, ranks: int, steps: int) -> dict[str, Any] | None:
 
     After a node is killed, the run continues with fewer ranks until that node returns.
     """
-    begun = live.events("attempt")[-1:]
-    if not begun or begun[0]["world_size"] != ranks:
+    begun = live.attempt()
+    if begun["world_size"] != ranks:
         return None
-    attempt = begun[0]["attempt"]
+    attempt = begun["attempt"]
     first = live.events("first_step", attempt=attempt)
-    return begun[0] if first and live.steps(attempt) >= first[0]["step"] + steps else None
+    return begun if first and live.steps(attempt) >= first[0]["step"] + steps else None
 
 
 def strike(
-    live: Live, kind: str, draw: random.Random, meanwhile: Callable[[Live], object]
+    bench: Bench, live: Live, kind: str, draw: random.Random, meanwhile: Callable[[Live], object]
 ) -> tuple[Live, dict[str, Any]]:
     """Wait for some new steps of all ranks, kill, and wait until the run goes on; return what goes on."""
     steps = draw.randint(*STEPS_APART)
@@ -64,11 +71,12 @@ def strike(
         live.kill()
         meanwhile(live)
         nodes, each = draw.choice([size for size in SIZES if size[0] * size[1] != len(ranks)])
-        live = resume(live, "--nodes", str(nodes), "--ranks-per-node", str(each))
+        bend = slow_while_few(bench, nodes * each)
+        live = resume(live, "--nodes", str(nodes), "--ranks-per-node", str(each), bend=bend)
         row["from"] = live.wait_event("resuming", attempt=live.first_attempt)["checkpoint"]
     else:
         os.kill(draw.choice(list(ranks.values()) if kind == "rank" else live.agents()), signal.SIGKILL)
-    live.wait_event("first_step", attempt=attempt + 1)
+    live.wait_later("first_step", attempt + 1)
     seconds = time.monotonic() - began
     live.notes.append(f"{kind} of {len(ranks)} ranks at step {row['step']}, new step after {seconds:.2f} s")
     return live, row | {"resumed_s": round(seconds, 2)}
@@ -82,13 +90,13 @@ def torment(
     `meanwhile` is called while the run has no supervisor.
     """
     (text, kinds), draw, rows = story(kills, seed), random.Random(seed + 1), []
-    live = bench.start(text)
+    live = bench.start(text, bend=slow_while_few(bench, NODES))
     with ThreadPoolExecutor(1) as beside:
         unhurt = beside.submit(bench.reference, text)
         try:
             live.wait_committed(1)  # a run that has saved nothing has nothing to be resumed from
             for kind in kinds:
-                live, row = strike(live, kind, draw, meanwhile)
+                live, row = strike(bench, live, kind, draw, meanwhile)
                 rows.append(row)
             code, wanted = live.end(LIMIT_S), unhurt.result()
             sizes = Counter(row["world_size"] for row in live.events("attempt"))

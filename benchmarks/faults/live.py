@@ -122,19 +122,29 @@ class Live:
         lines = self.said.read_text(errors="replace").strip().splitlines() if self.said.exists() else []
         return " | ".join(lines[-3:])[-400:]
 
+    def attempt(self) -> dict[str, Any]:
+        """Return the newest attempt's event; waits for the first one."""
+        return self.wait("an attempt", lambda: self.events("attempt")[-1:])[0]
+
     # Its processes --------------------------------------------------------------------------------------------------
 
     def ranks(self, attempt: int | None = None) -> dict[int, int]:
-        """Return pid by rank, once all nodes of an attempt (the newest) have started theirs."""
-        self.wait_event("attempt", attempt=attempt)
-        begun = self.events("attempt", attempt=attempt)[-1]
+        """Return pid by rank, once all nodes of an attempt (the newest) have started theirs.
+
+        With in_place, an attempt may end before that. Then the next one is the newest. Ranks that wait to join an
+        attempt have larger numbers, and are not listed.
+        """
 
         def all_started() -> dict[int, int] | None:
-            rows = self.events("started", attempt=begun["attempt"])
-            pids = {int(rank): int(pid) for row in rows for rank, pid in row["ranks"]}
-            return pids if len(pids) == begun["world_size"] else None
+            for begun in self.events("attempt", attempt=attempt)[-1:]:
+                rows = self.events("started", attempt=begun["attempt"])
+                pids = {int(rank): int(pid) for row in rows for rank, pid in row["ranks"] if rank < begun["world_size"]}
+                if len(pids) == begun["world_size"]:
+                    return pids
+            return None
 
-        return wait_for(f"the ranks of attempt {begun['attempt']}", all_started)
+        which = "the newest attempt" if attempt is None else f"attempt {attempt}"
+        return self.wait(f"the ranks of {which}", all_started)
 
     def agents(self) -> list[int]:
         """List the pids of a local run's agents, in node order; an agent carries no run id, for it serves attempts."""

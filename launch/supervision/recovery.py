@@ -138,8 +138,14 @@ def outages(past: Sequence[Past]) -> int:
 
 
 def blamed(past: Sequence[Past]) -> frozenset[int]:
-    """Return the slots that were blamed for two of the last three attempts."""
-    recent = [each.culprit for each in past if not each.grown][-WATCHED:]
+    """Return the slots that were blamed for two of the last three failures.
+
+    If ranks are lost at once, an attempt in place begins with the first loss and ends with the second. This is one
+    failure.
+    """
+    before = (*past[:1], *past)
+    again = [each.unproven and not last.grown for last, each in zip(before, past, strict=False)]
+    recent = [each.culprit for each, same in zip(past, again, strict=True) if not (same or each.grown)][-WATCHED:]
     return frozenset(slot for slot in recent if slot is not None and recent.count(slot) >= BLAMED)
 
 

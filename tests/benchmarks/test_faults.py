@@ -1,5 +1,8 @@
 """The fault matrix without running it: its rows, its judgement, its measures."""
 
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ from chaos import chosen
 from faults.bench import measured
 from faults.bent import Bend
 from faults.kills import KINDS, story
+from faults.live import Live
 from faults.matrix import ABSENT, FAULTS
 from faults.state import digest, largest_difference
 from faults.table import BOX, Expected, Fault, Outcome, Row, line
@@ -109,6 +113,22 @@ def test_the_table_says_what_was_wrong_below_a_row() -> None:
     assert line(good).split() == ["3", "rank", "stopped", "0.10", "1.00", "4", "yes", "0", "done", "ok"]
     assert line(bad).splitlines()[1:] == ["     nobody noticed", "     (a note)"]
     assert [each.record()["reached"] for each in (good, bad)] == [True, False]
+
+
+def test_a_rank_that_waits_to_join_is_not_one_of_the_attempt(tmp_path: Path) -> None:
+    events = [
+        row("attempt", 1.0, attempt=0, world_size=2),
+        row("started", 1.1, attempt=0, ranks=[[0, 70], [1, 71]]),
+        row("attempt", 2.0, attempt=1, world_size=1),
+        row("started", 2.1, attempt=1, ranks=[[0, 71]]),
+        row("started", 2.2, attempt=1, ranks=[[1, 72]]),
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        live = Live(process, tmp_path, tmp_path / "said.txt")
+
+        assert (live.ranks(), live.ranks(0)) == ({0: 71}, {0: 70, 1: 71})
 
 
 def test_a_bend_meets_its_rank_and_attempts() -> None:

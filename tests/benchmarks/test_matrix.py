@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from chaos import strike
@@ -29,7 +30,8 @@ def test_a_hurt_run_ends_as_the_unhurt_one(fault: Fault, bench: Bench) -> None:
 @pytest.mark.ranks
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_random_kills_of_everybody_and_a_flipped_bit_leave_the_same_weights(bench: Bench) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_random_kills_of_everybody_and_a_flipped_bit_leave_the_same_weights(tmp_path: Path, in_place: bool) -> None:
     names: list[str] = []
 
     def flip_newest(live: Live) -> None:
@@ -41,7 +43,7 @@ def test_random_kills_of_everybody_and_a_flipped_bit_leave_the_same_weights(benc
         flip(shard, shard, random.Random(3))
         names.append(before.name)
 
-    found, rows = torment(bench, kills=3, seed=3, meanwhile=flip_newest)
+    found, rows = torment(Bench(tmp_path, in_place=in_place), kills=3, seed=3, meanwhile=flip_newest)
 
     assert sorted(row["kind"] for row in rows) == ["node", "rank", "supervisor"]
     assert (found.code, found.equal) == (0, True)

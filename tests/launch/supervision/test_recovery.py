@@ -139,6 +139,13 @@ def test_a_node_is_blamed_after_two_of_three() -> None:
     assert blamed([stopped(124), stopped(124)]) == frozenset()
 
 
+def test_ranks_that_are_lost_at_once_are_one_failure() -> None:
+    first, second = past(node=0, signal="SIGKILL"), past(node=1, signal="SIGKILL")
+    at_once = replace(second, unproven=True)  # began in place when the first rank was lost, and lost the second one
+    assert blamed([first, at_once, second, replace(first, unproven=True)]) == frozenset()
+    assert blamed([second, GROWN, at_once]) == {1}  # the rank that joined was lost
+
+
 def chosen(
     before: list[int],
     alive: list[int],
