@@ -67,7 +67,7 @@ class CollectiveTimeoutError(RuntimeError):
 class Entered:
     """The collective that a rank waits for, and the rank's progress."""
 
-    step: int  # number of synchronizations of this wrapper, including this one
+    step: int  # number of synchronizations of this wrapper, including this one, since it was built
     bucket: int  # number of the bucket, from 0, in the order of launches
     buckets: int
     launched: int  # number of buckets whose collective this rank has entered in this step
@@ -145,7 +145,7 @@ def explain(
 def _name(entered: Entered) -> str:
     parameters = entered.first if entered.first == entered.last else f"{entered.first} ... {entered.last}"
     return (
-        f"step {entered.step}: {entered.what} {entered.bucket + 1} of {entered.buckets} "
+        f"synchronization {entered.step}: {entered.what} {entered.bucket + 1} of {entered.buckets} "
         f"({parameters}; {entered.bytes / 2**20:.3g} MB)"
     )
 

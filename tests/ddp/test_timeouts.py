@@ -51,7 +51,7 @@ def test_a_time_out_names_the_bucket_and_who_did_not_come(on_ranks, wrapper, exa
     buckets = {"FlatAllReduce": 1, "BucketedDDP": 1}.get(wrapper, 4)
     for rank, (kind, text, lost) in ((0, first), (2, last)):
         if kind == "CollectiveTimeoutError":
-            assert text.startswith(f"rank {rank}: step 2: bucket 1 of {buckets} (")
+            assert text.startswith(f"rank {rank}: synchronization 2: bucket 1 of {buckets} (")
             # The other rank may be listed, too, if this machine delays it.
             assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: check what", text)
         assert lost  # a reader of the log blames neither of them
@@ -91,8 +91,8 @@ def test_ranks_that_are_behind_did_not_enter_and_ranks_that_are_ahead_did(on_ran
     kind, text = on_ranks(5, told, text="[gloo] Timed out waiting 30000ms for recv operation to complete")[0]
     assert kind == "CollectiveTimeoutError"
     assert text == (
-        "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) did not end within 30 s; it was not entered "
-        "by ranks 2-4: check what these ranks did instead, or give the group a longer timeout"
+        "rank 0: synchronization 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) did not end within 30 s; "
+        "it was not entered by ranks 2-4: check what these ranks did instead, or give the group a longer timeout"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_lost_connection_names_the_bucket_and_who_said_nothing(on_ranks):
     kind, text = on_ranks(5, told, text=gloo)[0]
     assert kind == "RuntimeError"
     assert text == (
-        "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) failed: "
+        "rank 0: synchronization 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) failed: "
         f"a connection was lost; no report from rank 4: {gloo}"
     )
     assert is_lost_connection(RuntimeError(text))

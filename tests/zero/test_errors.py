@@ -175,10 +175,10 @@ def test_a_gather_to_which_a_rank_does_not_come_is_named(on_ranks):
     told = [said for said in (*first, *last) if "did not end within" in said]
     assert told  # the other rank may have lost its connection to the first
     for said in told:
-        assert ": step 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
+        assert ": synchronization 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
         assert "it was not entered by rank 1: " in said
     for said in (*first, *last):
-        assert ": step 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
+        assert ": synchronization 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
 
 
 def failing(world: World) -> list[str]:
@@ -204,7 +204,7 @@ def test_a_bucket_that_fails_during_the_backward_is_named_every_time(on_ranks):
     for found in on_ranks(2, failing):
         assert len(found) == 2
         for said in found:
-            assert "step 1: bucket 1 of 4 (layers.3.weight; 0.0156 MB) " in said
+            assert "synchronization 1: bucket 1 of 4 (layers.3.weight; 0.0156 MB) " in said
 
 
 def uneven(world: World) -> list[str]:

@@ -27,7 +27,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         ),
         StartTimeoutError("rank 1 of 2 did not arrive"),
         ConnectionResetError(104, "Connection reset by peer"),
-        CollectiveTimeoutError("rank 0: step 3: bucket 2 of 3 (b ... a; 25 MB) was not entered by rank 1"),
+        CollectiveTimeoutError("rank 0: synchronization 3: bucket 2 of 3 (b ... a; 25 MB) was not entered by rank 1"),
     ],
 )
 def test_the_loss_of_a_peer_is_told_by_its_text(error):
