@@ -77,12 +77,12 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     assert times == [2 if number in (again or []) else 1 for number in range(8)]
 
 
-@pytest.mark.parametrize("fails", ["nothing", "cluster and", "tests/launch", "core", "--ignore"])
+@pytest.mark.parametrize("fails", ["nothing", "mypy", "cluster and", "tests/launch", "core", "--ignore"])
 def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
-    """A `pytest` that writes down how it was called stands for the tests."""
+    """Programs that write down how they were called stand for mypy and pytest."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    called = 'echo "$*" >>calls; case "$*" in *"$FAILS"*) exit 2; esac'
-    for name, text in (("setup.sh", "exit 0"), (".venv/bin/pytest", called)):
+    called = 'echo "${0##*/} $*" >>calls; case "$0 $*" in *"$FAILS"*) exit 2; esac'
+    for name, text in (("setup.sh", "exit 0"), (".venv/bin/mypy", called), (".venv/bin/pytest", called)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
@@ -100,6 +100,7 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
     slow = "-m slow and not gpu and not cluster and not soak"
     folder = next(call.split()[-1] for call in calls if slow in call and "--ignore" not in call)
     assert (Path(__file__).parents[1] / folder).is_dir()
-    assert sorted(re.sub(r" --durations=\d+| ?-o cache_dir=\S+ ?", "", call) for call in calls) == sorted(
-        ["-m core", f"{slow} --ignore={folder}", f"{slow} {folder}", "-m cluster and not soak"]
+    tests = ["-m core", f"{slow} --ignore={folder}", f"{slow} {folder}", "-m cluster and not soak"]
+    assert sorted(re.sub(r" --durations=\d+| ?-o cache_dir=\S+", "", call).rstrip() for call in calls) == sorted(
+        ["mypy", *(f"pytest {words}" for words in tests)]
     )
