@@ -7,22 +7,20 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from support.box import LiveBox
-from support.exact_jobs import TRAIN, tokens
+from support.exact_jobs import STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
 
-STEPS = 80
 
-
-def job(nodes: int, **checkpoint: int) -> str:
+def job(nodes: int, pause_s: float, **checkpoint: int) -> str:
     described = {
         "name": "copies",
         "nodes": nodes,
         "threads_per_rank": 1,
         "grace_s": 1,
-        "train": {**TRAIN, "data": tokens(pause_s=0.0), "mode": "zero3", "steps": STEPS},
+        "train": {**TRAIN, "data": tokens(pause_s), "mode": "zero3"},
         "checkpoint": {"every_steps": 100_000, **checkpoint},
         "restart": {"max": 3, "min_nodes": 1, "backoff": 0.0},
     }
@@ -32,7 +30,7 @@ def job(nodes: int, **checkpoint: int) -> str:
 def test_after_a_power_loss_in_zero3_the_state_comes_from_the_memory_of_peers(box: LiveBox, tmp_path: Path) -> None:
     for name in ("hurt", "whole"):
         (tmp_path / name).mkdir()
-    live = LiveRun(tmp_path / "hurt", job(4, memory_every_steps=5), "--hosts", box.spelt, "--on", "ssh")
+    live = LiveRun(tmp_path / "hurt", job(4, pause_s=0.04, memory_every_steps=5), "--hosts", box.spelt, "--on", "ssh")
     wait_until(lambda: any(row["step"] >= 15 for row in live.events("copied")), "the copies of step 15")
     box.fail("node2", "power")
     try:
@@ -44,6 +42,6 @@ def test_after_a_power_loss_in_zero3_the_state_comes_from_the_memory_of_peers(bo
     assert second["from"].endswith(" in memory")
     assert second["from_step"] >= 15
     assert [row["step"] for row in live.events("saved")] == [STEPS]  # nothing else was on the disk
-    whole = LiveRun(tmp_path / "whole", job(1))
+    whole = LiveRun(tmp_path / "whole", job(1, pause_s=0.0))
     assert whole.end() == 0, whole.err
     assert hashes(live.run.path) == hashes(whole.run.path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import read_lines
-from support.exact_jobs import GPT, TRAIN, tokens
+from support.exact_jobs import GPT, STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
@@ -112,7 +112,7 @@ def test_a_second_rank_is_lost_while_the_others_regroup(tmp_path: Path, uninterr
 
 
 def test_steps_since_the_last_log_point_have_rows_without_the_lost_samples(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job(train={"log_every": 20, "steps": 100}))
+    live = LiveRun(tmp_path, job(train={"log_every": 20}))
     wait_step(live, 20)
     pid = pids(live, 0)[2]
     seen = live.run.attempt(0).metrics(1)
@@ -121,7 +121,7 @@ def test_steps_since_the_last_log_point_have_rows_without_the_lost_samples(tmp_p
     assert live.end() == 0, live.err
     rows = [row for row in read_lines(live.run.metrics) if "step_s" in row]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    assert len(rows) >= 99  # rank 0 may have been a step behind
+    assert len(rows) >= STEPS - 1  # rank 0 may have been a step behind
     partial = [row for row in rows if row.get("lost_samples")]
     assert partial
     assert all(row["attempt"] == 0 and 0 < row["lost_samples"] < 24 and row["loss"] > 0 for row in partial)
@@ -213,7 +213,7 @@ def pipelines(sync: str, **more: Any) -> dict[str, Any]:
     """Return the settings of two pipelines of two stages."""
     split = {"data": 2, "pipe": 2, "sync": sync, "microbatches": 2, **more}
     model = {**MODEL, "layers": 3, "dropout": 0.0}
-    settings = {"parallel": split, "model": model, "data": tokens(pause_s=0.01)}
+    settings = {"parallel": split, "model": model, "data": tokens(pause_s=0.025)}
     return {**settings, "mode": None, "exact": None, "virtual_ranks": None}
 
 
@@ -406,7 +406,7 @@ def test_sharded_ranks_restart_from_the_disk_if_a_shard_is_lost(tmp_path: Path, 
     checkpoint = {"every_steps": 20, "memory_every_steps": 7}
     live = LiveRun(tmp_path, job(nodes=4, ranks=1, train={"mode": "zero1"}, checkpoint=checkpoint, min_nodes=1))
     live.wait_for("saved")
-    wait_copied(live, 28)
+    wait_copied(live, 21)
     agents = [agent_of(live, node) for node in (1, 2)]  # node 2 has the copy of node 1
     live.process.send_signal(signal.SIGSTOP)  # the supervisor learns of both losses at once
     for pid in agents:

@@ -29,7 +29,7 @@ TRAINING: dict[str, Any] = {
     "hang_s": 8,
     "train": {
         "model": {**GPT, "vocabulary": 64},
-        "data": tokens(pause_s=0.05),  # the fewer steps there are, the sooner one process has repeated them
+        "data": tokens(pause_s=0.1),  # the fewer steps there are, the sooner one process has repeated them
         "mode": "allreduce",
         "exact": True,
         "virtual_ranks": 12,
@@ -38,7 +38,7 @@ TRAINING: dict[str, Any] = {
         "log_every": 1,
         "evaluate": False,
     },
-    "checkpoint": {"every_steps": 10},
+    "checkpoint": {"every_steps": 5},
 }
 ONE_SIDE, OTHER_SIDE = ("node0", "node1"), ("node2", "node3")
 

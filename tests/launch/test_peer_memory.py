@@ -112,7 +112,7 @@ def test_a_lost_node_in_zero3_loses_few_steps(tmp_path: Path, uninterrupted: Any
 def test_two_nodes_with_copies_of_each_other_are_lost_and_the_disk_is_used(tmp_path: Path, uninterrupted: Any) -> None:
     live = LiveRun(tmp_path, job(checkpoint={"every_steps": 20, "memory_every_steps": 7}))
     live.wait_for("saved")
-    wait_copied(live, 28)
+    wait_copied(live, 21)
     for node in (1, 2):
         os.kill(agent_of(live, node), signal.SIGSTOP)  # so that both are lost at once
     for node in (1, 2):
@@ -166,17 +166,17 @@ run = muster.session()
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(32, 32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-state = run.state(model=model, optimizer=optimizer, total=0.0)
-for step in run.steps(60, state):
-    time.sleep(0.03)
+velocity = [torch.zeros_like(each) for each in model.parameters()]  # an optimizer would import PyTorch's compiler
+state = run.state(model=model, velocity=velocity, total=0.0)
+for step in run.steps(40, state):
+    time.sleep(0.1)
     torch.manual_seed(1000 * step + run.rank)
     loss = model(torch.randn(8, 32)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
+    gradients = torch.autograd.grad(loss, model.parameters())
+    for parameter, gradient, speed in zip(model.parameters(), gradients, state.velocity):
+        dist.all_reduce(gradient)
+        with torch.no_grad():
+            parameter -= 1e-2 * speed.mul_(0.9).add_(gradient)
     state.total += float(loss.detach())
     run.log(loss=loss)
 """
@@ -208,6 +208,6 @@ def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
     assert f"continues from {second['from']} of the nodes".replace(" in memory", " in the memory") in (
         hurt.run.attempt(1).out(0).read_text()
     )
-    assert [row["step"] for row in hurt.events("saved")] == [60]
+    assert [row["step"] for row in hurt.events("saved")] == [40]
     ends = [{key: value for key, value in hashes(live.run.path).items() if "rng/" not in key} for live in runs]
     assert ends[0] == ends[1]  # but for the generators of Python and NumPy, which the program does not seed

@@ -6,7 +6,7 @@ Its steps wait more than they compute, so that there is time to kill a rank, and
 from pathlib import Path
 from typing import Any, Final
 
-STEPS: Final = 60
+STEPS: Final = 30
 GPT: Final = {"d_model": 32, "d_ff": 64, "layers": 1, "heads": 2, "context": 32, "dropout": 0.1}
 
 
@@ -18,7 +18,7 @@ def tokens(pause_s: float) -> dict[str, Any]:
 
 TRAIN: Final[dict[str, Any]] = {
     "model": {**GPT, "vocabulary": 64},
-    "data": tokens(pause_s=0.02),
+    "data": tokens(pause_s=0.06),
     "mode": "flat",
     "exact": True,
     "virtual_ranks": 12,

@@ -28,8 +28,15 @@ COSINE = {"name": "cosine", "warmup_steps": 2}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 240, "steps": 8, "optimizer": SGD, "schedule": COSINE}
 VGG["evaluate"] = False
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
-GPT_MODEL = {"name": "gpt-nano", "dropout": 0.1}
-GPT = {"model": GPT_MODEL, "data": "synthetic", "batch_size": 12, "steps": 8, "optimizer": ADAMW, "evaluate": False}
+SMALL_GPT = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "context": 32}
+GPT = {
+    "model": {**SMALL_GPT, "dropout": 0.1},
+    "data": "synthetic",
+    "batch_size": 12,
+    "steps": 8,
+    "optimizer": ADAMW,
+    "evaluate": False,
+}
 AT_THE_END = {"every_steps": 1000}
 
 

@@ -17,7 +17,7 @@ from muster.jobs.train.profiling.clock import PHASES
 from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from support.held import held_state
-from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
+from support.resuming import GPT, SMALL_GPT, VGG, agree_within_rounding, attempt, hashes
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_two_resumes_of_a_pipeline_change_no_bit(on_ranks, tmp_path):
 def test_state_moves_between_pipelines_shards_replicas_and_one_process_within_rounding(on_ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     parts.mkdir()
-    job = {**GPT, "model": {"name": "gpt-nano"}, "precision": "fp64", "clip_norm": 0.5}  # its head is its embedding
+    job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "clip_norm": 0.5}  # its head is its embedding
     assert on_ranks(1, attempts, ways=[(str(whole), {**job, "mode": "single"}, None)]) == [[0]]
     on_four = [PRODUCT, {"mode": "zero3"}, {"mode": "1f1b"}, SHARED]
     on_two = [{"mode": "interleaved"}, {"mode": "zero1"}, {"mode": "bucketed"}]

@@ -8,7 +8,7 @@ import pytest
 
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.runfolder.rundir import RunDir
-from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
+from support.resuming import GPT, SMALL_GPT, VGG, agree_within_rounding, attempt, hashes
 from support.soak import only_some
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -83,7 +83,7 @@ def test_exact_training_moves_between_modes_and_one_two_and_four_ranks_without_a
 
 def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ranks, whole, parts):
     # Batch norm takes its statistics per rank, so another number of ranks is another function; a GPT has none.
-    job = {**GPT, "model": {"name": "gpt-nano"}, "precision": "fp64", "mode": "ddp"}
+    job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "mode": "ddp"}
     on_ranks(2, attempt, folder=str(whole), settings=job)
     assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=2) == [75, 75]
     assert (
@@ -95,7 +95,7 @@ def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ra
 
 
 def test_shared_out_state_moves_between_stages_and_worlds_and_float64_agrees_within_rounding(on_ranks, whole, parts):
-    job = {**GPT, "model": {"name": "gpt-nano"}, "precision": "fp64", "clip_norm": 0.5}
+    job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "clip_norm": 0.5}
     on_ranks(2, attempt, folder=str(whole), settings={**job, "mode": "bucketed"})
     ways = (("zero3", 4, 1), ("ddp", 1, 2), ("zero1", 3, 3), ("fsdp", 3, 5), ("zero2", 2, 6), ("fsdp", 2, 7))
     for number, (mode, size, stop_at) in enumerate(ways):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
@@ -19,15 +19,19 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
+from support.resuming import ADAMW, SGD, SMALL_GPT, TINY_VGG
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
-SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 478, "epochs": 2, "optimizer": SGD, "log_every": 3}
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
-GPT_MODEL = {"name": "gpt-nano", "dropout": 0.1}
-GPT = {"model": GPT_MODEL, "data": "synthetic", "batch_size": 10, "steps": 5, "optimizer": ADAMW, "evaluate": False}
+GPT = {
+    "model": {**SMALL_GPT, "dropout": 0.1},
+    "data": "synthetic",
+    "batch_size": 10,
+    "steps": 5,
+    "optimizer": ADAMW,
+    "evaluate": False,
+}
 
 STEP_KEYS = {
     *("step", "steps", "epoch", "attempt", "rank", "loss", "lr", "time", "step_s", "rate", "unit"),

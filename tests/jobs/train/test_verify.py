@@ -11,22 +11,19 @@ from rich.console import Console
 from muster.ddp import means
 from muster.ddp.after_backward import AllReduce, GatherScatter
 from muster.ddp.base import DataParallel
-from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES, SHARDED, TENSOR
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
+from support.resuming import ADAMW, SGD, SMALL_GPT, TINY_VGG
 from support.soak import only_some
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
-
-SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}
-GPT = {"model": {"name": "gpt-nano"}, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
+GPT = {"model": SMALL_GPT, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
 OF_MANY = [
     name for name in MODES if name not in (*ONE_RANK, "asynchronous", TENSOR, *PIPELINES)
 ]  # test_tensor.py, test_pipeline.py
@@ -165,8 +162,9 @@ def test_gradients_sent_in_a_coarser_type_stay_within_its_rounding(on_ranks, mod
 
 
 def test_dropout_is_keyed_so_that_ranks_draw_what_one_process_draws(on_ranks):
-    model = {"name": "gpt-nano", "dropout": 0.2}
-    record = check(on_ranks, 2, mode="gather_scatter", **{**GPT, "model": model}, grad_accumulation=2)
+    record = check(
+        on_ranks, 2, mode="gather_scatter", **{**GPT, "model": {**SMALL_GPT, "dropout": 0.2}}, grad_accumulation=2
+    )
     assert not_bitwise(record) == []
 
 
