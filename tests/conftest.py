@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from support.box import BoxUser, LiveBox
 from support.live import LiveRun
-from support.marks import CHOSEN, NEEDS_PACKAGES, chooses_any, marks_of
+from support.marks import CHOSEN, NEEDS_PACKAGES, chooses_any, combined, marks_of
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
 # busy the machine is.
@@ -75,9 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         unsteady = item.get_closest_marker("unsteady")
         if unsteady is not None and not (unsteady.args and isinstance(unsteady.args[0], str)):
             raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
-        of_all, of_some = marks_of(item.path)
-        found = {name for name in CHOSEN if item.get_closest_marker(name)}
-        if not of_all <= found <= of_all | of_some:
+        found = frozenset(name for name in CHOSEN if item.get_closest_marker(name))
+        if found not in combined(*marks_of(item.path)):
             raise pytest.UsageError(f"{item.nodeid}: has the marks {found}; support/marks.py cannot tell from its file")
 
 

@@ -4,7 +4,6 @@ Importing all files takes pytest longer than most of its tests. `.ci/run` starts
 """
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -28,7 +27,7 @@ def marks_of(path: Path) -> tuple[frozenset[str], frozenset[str]]:
     text = path.read_text(encoding="utf-8")
     of_all = with_slow(frozenset(mark for found in OF_ALL.findall(text) for mark in MARK.findall(found)))
     words = frozenset(mark for word, mark in ADDED.items() if word in text)
-    return of_all, with_slow(words | frozenset(MARK.findall(text))) - of_all
+    return of_all, (words | frozenset(MARK.findall(text))) - of_all
 
 
 @cache
@@ -43,7 +42,8 @@ def chooses_any(expression: str, of_all: frozenset[str], of_some: frozenset[str]
         return True
 
 
-def combined(of_all: frozenset[str], of_some: frozenset[str]) -> Iterator[frozenset[str]]:
-    """Yield every set of marks that a test may have."""
-    for count in range(len(of_some) + 1):
-        yield from (with_slow(of_all | set(more)) for more in combinations(sorted(of_some), count))
+@cache
+def combined(of_all: frozenset[str], of_some: frozenset[str]) -> frozenset[frozenset[str]]:
+    """Return every set of marks that a test may have."""
+    some = (more for count in range(len(of_some) + 1) for more in combinations(of_some, count))
+    return frozenset(with_slow(of_all | set(more)) for more in some)
