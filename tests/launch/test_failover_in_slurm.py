@@ -13,12 +13,21 @@ from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.files import read_lines
 from support import live
 from support.box import BoxUser, LiveBox
+from support.exact_jobs import tokens
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DEADLINE_S = 120.0
 JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"
-LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000", "--set", "threads_per_rank=1")
+SETTINGS = (
+    "steps=100000",
+    "log_every=1000",
+    "model.vocabulary=64",
+    "model.context=32",
+    f"data={json.dumps(tokens(pause_s=0.02))}",
+)
+# Its steps wait more than they compute: 0.16 s each.
+LONG = ("--set", "threads_per_rank=1", *(word for each in SETTINGS for word in ("--set", f"train.{each}")))
 RARELY = ("--set", "checkpoint.every_s=null", "--set", "checkpoint.every_steps=1000000")
 PROGRAM = """
 import json, os, signal, sys, time

@@ -25,7 +25,7 @@ THEIRS = "import os\nif 'OWN' not in os.environ: raise SystemExit(f'{__file__} w
 TRAINING = """
 nodes: 2
 threads_per_rank: 1
-train: {model: vgg11, data: digits, mode: zero1, batch_size: 32, steps: 2, evaluate: false}
+train: {model: gpt-nano, data: synthetic, mode: zero1, batch_size: 8, steps: 2, evaluate: false}
 """
 PROGRAM = f"import {', '.join(NAMES)}; print(*(each.MINE for each in ({', '.join(NAMES)})))"
 
