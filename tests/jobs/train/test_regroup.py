@@ -161,6 +161,7 @@ def interrupted(world: World) -> list:
     connections = GroupConnections(StoreConnection())
     group = dist.new_group([0, 1])
     connections.complete()
+    dist.barrier()  # both ranks are connected
     ours, theirs = socket.socketpair()
     orders = Orders(theirs.detach())
     orders.listen()

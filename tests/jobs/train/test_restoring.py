@@ -20,7 +20,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import TrainStart, train_in
 from muster.jobs.world.world import World
-from support.resuming import GPT, TINY_VGG, VGG, attempt
+from support.resuming import GPT, SMALL_GPT, TINY_VGG, VGG, attempt
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -54,7 +54,7 @@ def saved(on_ranks, tmp_path):
 
 
 CHANGES = {
-    "train.model.dropout": ({"model": {"name": "gpt-nano", "dropout": 0.2}}, "0.1", "0.2"),
+    "train.model.dropout": ({"model": {**SMALL_GPT, "dropout": 0.2}}, "0.1", "0.2"),
     "train.batch_size": ({"batch_size": 16}, "12", "16"),
     "train.seed": ({"seed": 5}, "0", "5"),
     "train.precision": ({"precision": "fp64"}, "fp32", "fp64"),

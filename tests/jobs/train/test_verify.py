@@ -48,8 +48,8 @@ def verify(world: World, train: dict, steps: int = 3, fault: str = "") -> dict |
     return verification.verify(verification.reproducible(job), world, steps)
 
 
-def both(world: World, mode: str, steps: int = 3) -> list[dict | None]:
-    """Verify a mode on both models; one start of ranks for the two."""
+def both(world: World, mode: str, steps: int = 2) -> list[dict | None]:
+    """Verify a mode on both models; one start of ranks for the two. The second step depends on the first update."""
     more = {"mode": mode, **SMALL_BUCKETS.get(mode, {})}
     return [verify(world, {**train, **more}, steps) for train in (VGG, GPT)]
 
