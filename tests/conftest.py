@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 
 from support.box import BoxUser, LiveBox
 from support.live import LiveRun
-from support.marks import CHOSEN, NEEDS_PACKAGES, chooses_any, combined, marks_of
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
 # busy the machine is.
@@ -28,6 +27,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ours")
+
+NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
 
 ROOT = Path(__file__).parent.parent
 LOOP_S = 40.0  # how long a test that is a coroutine may take
@@ -57,13 +58,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of whose tests `-m` chooses none; one that is named on the command line is imported."""
-    chosen = config.getoption("markexpr")
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if chosen and is_test and not chooses_any(chosen, *marks_of(collection_path)) else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs the packages of a box, so that the README's test line works on a bare machine."""
@@ -75,9 +69,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         unsteady = item.get_closest_marker("unsteady")
         if unsteady is not None and not (unsteady.args and isinstance(unsteady.args[0], str)):
             raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
-        found = frozenset(name for name in CHOSEN if item.get_closest_marker(name))
-        if found not in combined(*marks_of(item.path)):
-            raise pytest.UsageError(f"{item.nodeid}: has the marks {found}; support/marks.py cannot tell from its file")
 
 
 def require_gpus(count: int) -> None:
