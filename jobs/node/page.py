@@ -141,9 +141,11 @@ class Page:
         self.regroups = int(regroups)
         self.stop_at = steps  # last, because the rank waits for it
 
-    def renew(self) -> None:
-        """Forget the requests to the rank, which continues in the next attempt."""
+    def renew(self, steps: int | None) -> None:
+        """Forget the requests to the rank, which continues. `steps`: those of the checkpoint that it loads, if any."""
         self.hold, self.regroups, self.stop_at = 0, 0, NEVER
+        if steps is not None:
+            self.steps = steps
 
     @property
     def phase(self) -> Phase:

@@ -3,7 +3,8 @@
 The agent and the rank parent exchange JSON lines over one socket. From the agent:
 
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
-    {"do": "start", "attempt": n, "ranks": [RankStart...]}    with "adopt": r, rank r of the last attempt continues
+    {"do": "start", "attempt": n, "ranks": [RankStart...]}    with "adopt": r, rank r of the last attempt continues;
+                                                              "steps": those of the checkpoint it loads, or null
     {"do": "start", "attempt": n, "joins": true, "ranks": [RankStart...]}    also start these, which wait for an order
     {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep
     {"do": "look"}                  report the progress of every rank

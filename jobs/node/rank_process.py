@@ -83,7 +83,7 @@ class RankProcess:
     def adopt(self, start: Mapping[str, Any]) -> None:
         """Tell this running rank to continue as another rank, in the next attempt."""
         self.rank, self.start, self.sent, self.failure = start["rank"], start, 0, {}
-        self.page.renew()
+        self.page.renew(start.get("steps"))
         with suppress(OSError):  # a rank that has just died is reaped later
             self._orders.sendall((json.dumps(start) + "\n").encode())
 

@@ -217,6 +217,7 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
             "payload": {"job": job_for_ranks(context.job), "stays": stays(context.job), **context.options},
         }
     )
+    loaded = (context.options.get("resume") or {}).get("step")
     for plan in plans:
         attempt = plan.run.attempt(context.attempt)
         outputs = [attempt.outputs(rank.rank) for rank in plan.ranks]
@@ -245,7 +246,7 @@ def start_messages(context: Context, plans: Iterable[NodePlan], *, store: bool, 
                     "cores": list(rank.cores),
                     "gpus": list(rank.gpus),
                     "threads": rank.threads,
-                    **({"adopt": context.adopted[rank.rank]} if rank.rank in context.adopted else {}),
+                    **({"adopt": old, "steps": loaded} if (old := context.adopted.get(rank.rank)) is not None else {}),
                     **what,
                 }
                 for rank, env, (out, err) in zip(plan.ranks, _variables(plan), outputs, strict=True)

@@ -54,6 +54,15 @@ def test_what_one_side_of_a_fork_writes_is_read_by_the_other(shared: Page) -> No
     assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.RUN, 41, 3, 0.25, 41)
 
 
+def test_a_rank_that_continues_has_the_steps_of_its_state(shared: Page) -> None:
+    shared.step_done(41, 0.25)
+    shared.hold, shared.stop_at = 1, 41
+    shared.renew(None)  # it keeps its state
+    assert (shared.steps, shared.hold, shared.stop_at) == (41, False, NEVER)
+    shared.renew(40)  # it loads a checkpoint from the memory of the nodes
+    assert shared.steps == 40
+
+
 def test_every_progress_changes_the_beats(shared: Page) -> None:
     seen = [shared.beats]
     steps = (lambda: shared.enter(Phase.SAVE), shared.beat, lambda: shared.step_done(0, 0.0), shared.beat)

@@ -46,7 +46,7 @@ orders.own.listen()
 print("ready")
 order = orders.own.next(20.0)
 become_another(order)
-print(f"rank {order['rank']}, hold {page.own.hold}")
+print(f"rank {order['rank']}, hold {page.own.hold}, {page.own.steps} steps")
 sys.exit(0)
 """
 POWERLESS = """
@@ -122,11 +122,11 @@ def test_a_rank_continues_as_another_and_the_others_end(warm: Warm) -> None:
     warm.wait_for_output(1)
     warm.tell({"do": "hold"})
     again = {**warm.rank(0, code=ADOPTED), "adopt": 1, "out": str(warm.out(7)), "err": str(warm.err(7))}
-    assert warm.start(again, {**again, "rank": 1, "adopt": 5}, attempt=1) == {0: pids[1]}
+    assert warm.start({**again, "steps": 2}, {**again, "rank": 1, "adopt": 5}, attempt=1) == {0: pids[1]}
     (gone,) = warm.end_of(1)  # rank 5 of the last attempt, which was to become rank 1, does not exist
     assert (gone["attempt"], gone["signal"], gone["sent"]) == (1, "SIGKILL", None)
     assert warm.end_of(0)[0]["code"] == 0
-    assert warm.out(7).read_text() == "rank 0, hold 0\n"
+    assert warm.out(7).read_text() == "rank 0, hold 0, 2 steps\n"
     wait_until(lambda: start_ticks(pids[0]) is None, "the end of the rank that does not continue")
 
 
