@@ -67,7 +67,7 @@ class CollectiveTimeoutError(RuntimeError):
 class Entered:
     """The collective that a rank waits for, and the rank's progress."""
 
-    step: int  # number of synchronizations of this wrapper, including this one, since it was built
+    step: int  # number of synchronizations since this wrapper was built, including this one
     bucket: int  # number of the bucket, from 0, in the order of launches
     buckets: int
     launched: int  # number of buckets whose collective this rank has entered in this step

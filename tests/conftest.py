@@ -36,7 +36,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def pytest_configure() -> None:
-    """Stop ignoring Ctrl-C and SIGHUP, as nohup and background scripts do, because processes inherit what is ignored.
+    """Restore the default handling of Ctrl-C and SIGHUP. nohup and background scripts ignore them, which is inherited.
 
     PyTorch's threads sleep while they wait for each other: on a busy machine, those that spin take five times as long.
     """

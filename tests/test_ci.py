@@ -79,7 +79,7 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
 
 @pytest.mark.parametrize("fails", ["nothing", "mypy", "cluster and", "tests/launch", "core", "--ignore", "sweeps"])
 def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
-    """Programs that write down how they were called stand for mypy and pytest."""
+    """mypy and pytest are replaced by programs that record their arguments."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
     called = 'echo "${0##*/} $*" >>calls; case "$0 $*" in *"$FAILS"*) exit 2; esac'
     for name, text in (("setup.sh", "exit 0"), (".venv/bin/mypy", called), (".venv/bin/pytest", called)):

@@ -24,7 +24,7 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.meeting import connect, prefix_of
 
 OPEN: Final = Path("/proc/self/fd")
-ABORT_S: Final = 3.0  # longest wait for aborts; then the connections are shut down although communicators still run
+ABORT_S: Final = 3.0  # maximum wait for aborts; then the connections are shut down even if aborts have not ended
 FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 

@@ -93,7 +93,7 @@ class Context:
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments for that function, besides the job
     attempt: int = 0
     adopted: Mapping[int, int] = field(default_factory=dict)  # {rank: rank of the last attempt} that continues in place
-    rejoin_s: float = 6.0  # the limit for ranks that continue in place; then all restart
+    rejoin_s: float = 6.0  # ranks must have continued in place by then; else all ranks restart
     code: str | None = None  # the root of the code that agents run, if it is a snapshot
     remote: bool = False  # true if agents run on other machines
     iface: str | None = None  # the user's choice of network: an interface, or a CIDR

@@ -17,7 +17,7 @@ is over, and outages never end a run with exit code 93.
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Final
 
 from muster.jobs.basics import exits
@@ -143,9 +143,8 @@ def blamed(past: Sequence[Past]) -> frozenset[int]:
     If ranks are lost at once, an attempt in place begins with the first loss and ends with the second. This is one
     failure.
     """
-    before = (*past[:1], *past)
-    again = [each.unproven and not last.grown for last, each in zip(before, past, strict=False)]
-    recent = [each.culprit for each, same in zip(past, again, strict=True) if not (same or each.grown)][-WATCHED:]
+    at_once = [False, *(each.unproven and not last.grown for last, each in pairwise(past))]
+    recent = [each.culprit for each, same in zip(past, at_once, strict=False) if not (same or each.grown)][-WATCHED:]
     return frozenset(slot for slot in recent if slot is not None and recent.count(slot) >= BLAMED)
 
 

@@ -7,7 +7,7 @@ import pytest
 from ranks import on_ranks
 
 
-@pytest.mark.soak  # nothing else depends on this script, and whoever runs it sees if it fails
+@pytest.mark.soak  # only people run this script, and they see if it fails
 @pytest.mark.ranks
 def test_both_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(made_steps.__file__).parent)

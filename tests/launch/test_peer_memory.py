@@ -166,7 +166,7 @@ run = muster.session()
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(32, 32)
-velocity = [torch.zeros_like(each) for each in model.parameters()]  # an optimizer would import PyTorch's compiler
+velocity = [torch.zeros_like(each) for each in model.parameters()]  # PyTorch's optimizers import its compiler
 state = run.state(model=model, velocity=velocity, total=0.0)
 for step in run.steps(40, state):
     time.sleep(0.1)

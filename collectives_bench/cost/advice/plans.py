@@ -19,7 +19,7 @@ LEFT_OUT: Final = (
 )  # another program, other results, and gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 SLICED: Final = "terapipe"
-SLICE_COUNTS: Final = (2, 4, 8, 16)  # numbers of slices of a sequence that are compared
+SLICE_COUNTS: Final = (2, 4, 8, 16)  # the numbers of slices per sequence that the search compares
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "zero1", "zero2")  # ways to average gradients between pipelines
 WITH_LAYERS: Final = ("allreduce", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2")
 

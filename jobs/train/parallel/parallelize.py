@@ -108,7 +108,7 @@ def groups_of(world: World, split: Parallel) -> Groups | None:
     if world.group is None or not (split.schedule or split.tensor > 1):
         return None
     groups = Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
-    if world.device.type == "cuda":  # create NCCL's communicators now: it cannot abort one that it is creating
+    if world.device.type == "cuda":  # NCCL cannot abort a communicator that is being created, so create all now
         for group in (groups.world, *(getattr(groups, axis) for axis in AXES)):
             dist.all_reduce(torch.zeros(1, device=world.device), group=group)
     return groups

@@ -52,7 +52,12 @@ def test_two_resumes_of_a_pipeline_change_no_bit(on_ranks, tmp_path):
 def test_state_moves_between_pipelines_shards_replicas_and_one_process_within_rounding(on_ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     parts.mkdir()
-    job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "clip_norm": 0.5}  # its head is its embedding
+    job = {
+        **GPT,
+        "model": SMALL_GPT,
+        "precision": "fp64",
+        "clip_norm": 0.5,
+    }  # its output layer shares the weights of the embedding
     assert on_ranks(1, attempts, ways=[(str(whole), {**job, "mode": "single"}, None)]) == [[0]]
     on_four = [PRODUCT, {"mode": "zero3"}, {"mode": "1f1b"}, SHARED]
     on_two = [{"mode": "interleaved"}, {"mode": "zero1"}, {"mode": "bucketed"}]

@@ -19,19 +19,13 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
-from support.resuming import ADAMW, SGD, SMALL_GPT, TINY_VGG
+from support.resuming import GPT as RESUMED
+from support.resuming import SGD, TINY_VGG
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 478, "epochs": 2, "optimizer": SGD, "log_every": 3}
-GPT = {
-    "model": {**SMALL_GPT, "dropout": 0.1},
-    "data": "synthetic",
-    "batch_size": 10,
-    "steps": 5,
-    "optimizer": ADAMW,
-    "evaluate": False,
-}
+GPT = {**RESUMED, "batch_size": 10, "steps": 5}
 
 STEP_KEYS = {
     *("step", "steps", "epoch", "attempt", "rank", "loss", "lr", "time", "step_s", "rate", "unit"),

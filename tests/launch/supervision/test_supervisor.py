@@ -123,7 +123,7 @@ def revive(supervisor: Supervisor) -> Any:
 def test_the_limit_for_ranks_that_continue_is_the_longest_start(make: Any) -> None:
     supervisor = make(Boots(1, UnreachableError("n3: connection refused")))
     supervisor._turn((0, 1, 2), {})
-    supervisor.attempt.story.start_s = 2.0  # of an attempt in place
+    supervisor.attempt.story.start_s = 2.0  # the next attempt, in place, was faster
     supervisor._turn((0, 1, 2), {})
     assert supervisor.context.rejoin_s == 17.0
 
