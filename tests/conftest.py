@@ -52,7 +52,13 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but not among what was imported: that costs a tenth of the time of short tests."""
+    """Look for garbage again, but not among what was imported: that costs a tenth of the time of short tests.
+
+    From here on, torch computes with one thread in this process, as in the ranks of `on_ranks`, whatever the machine
+    and `OMP_NUM_THREADS`: sums of many threads have other last bits, and small operations would wait for the threads.
+    """
+    if "torch" in sys.modules:  # a bare machine runs the tests that need none
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -179,14 +185,3 @@ def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest)
         return results
 
     return call
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Let small operations of torch not wait for threads that other tests keep busy."""
-    import torch  # here: most tests need none
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

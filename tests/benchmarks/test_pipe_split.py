@@ -11,9 +11,6 @@ from muster.pipe.splitting.halves import WeightQueue
 WIDTH, TOKENS = 32, 4
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     return torch.randn(1, TOKENS, WIDTH, requires_grad=True), torch.randn(1, TOKENS, WIDTH)

@@ -12,6 +12,7 @@ file. Mend the reader and commit the file with the change. Every file of a corpu
 is mutated further by the fuzzer. To look at one by hand: `replay(target, path)`.
 """
 
+import gc
 import hashlib
 import json
 import re
@@ -177,12 +178,18 @@ def _case(target: Target, data: bytes, report: Report) -> str | None:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Interrupt what takes too long, and refuse memory beyond the bound: MemoryError."""
+    """Interrupt what takes too long, and refuse memory beyond the bound: MemoryError.
+
+    Python collects no garbage meanwhile: an error that is raised in a callback of the collector (hypothesis has one) is
+    only printed, so the case would continue.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise TooSlowError
 
     handler = signal.signal(signal.SIGPROF, interrupt)
+    collected = gc.isenabled()
+    gc.disable()
     try:
         with little_memory(MOST_BYTES):
             signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
@@ -190,6 +197,8 @@ def _bounded() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
+        if collected:
+            gc.enable()
 
 
 def _resident(*, reset: bool) -> int:

@@ -4,6 +4,7 @@
 FUZZ_SEED=7 .venv/bin/pytest tests/fuzz -m soak -s         2,000 of each
 """
 
+import gc
 import json
 import os
 import time
@@ -65,6 +66,32 @@ def test_thousands_of_changed_files_are_taken_or_refused(every: list[Target]) ->
     reports = [fuzz(each, seed=SEED, cases=2000) for each in every]
     print(*(each.text() for each in reports), sep="\n")
     assert [each.text() for each in reports if each.findings] == []
+
+
+def test_a_reader_is_interrupted_even_if_a_callback_of_the_garbage_collector_takes_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fuzz.engine.MOST_CPU_S", 0.05)
+
+    def spin(phase: str, info: dict[str, int]) -> None:
+        end = time.process_time() + 0.2  # longer than the limit, which therefore ends in here
+        while time.process_time() < end:
+            pass
+
+    def wasteful(data: bytes) -> None:
+        while True:
+            node: list[object] = []
+            node.append(node)
+
+    path = tmp_path / "input.bin"
+    path.write_bytes(b"x")
+    gc.callbacks.append(spin)
+    try:
+        why = replay(Target("wasteful", [b"x"], wasteful), path)
+    finally:
+        gc.callbacks.remove(spin)
+    assert why is not None
+    assert "over 0.05 s" in why
 
 
 def test_readers_that_fail_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,9 +20,6 @@ from muster.pipe.splitting.halves import WeightQueue
 Gradients = dict[str, Tensor | None]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def loop(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     """Run forward and backward of every micro-batch; return outputs and gradients of inputs."""
     seen = []

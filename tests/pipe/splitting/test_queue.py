@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.splitting.weight_gradients import Linear, Sums
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
