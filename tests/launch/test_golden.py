@@ -57,6 +57,7 @@ def test_status_and_why_read_every_run(golden: Path, in_process: Muster) -> None
         assert "done" in text
 
 
+@pytest.mark.slow
 def test_compare_and_report_read_every_training(golden: Path, in_process: Muster) -> None:
     trainings = sorted(set(ENDS) - {"bench-", "session-", "sweep-plain-"})
     code, text, said = in_process("compare", *trainings)
