@@ -33,13 +33,22 @@ NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bar
 ROOT = Path(__file__).parent.parent
 LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
+# Settings of whoever runs the tests that would change what the tests see: job systems, terminals, launchers, languages.
+FOREIGN = ("MUSTER_", "SLURM_", "PMI_", "OMPI_", "LC_", "NCCL_", "GLOO_", "TORCHELASTIC_", "PDSH_", "SBATCH_", "SRUN_")
+FOREIGN_NAMES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"}
+FOREIGN_NAMES |= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "LANGUAGE", "MPLBACKEND", "MATPLOTLIBRC", "TZ"}
 
 
 def pytest_configure() -> None:
-    """Restore the default handling of Ctrl-C and SIGHUP. nohup and background scripts ignore them, which is inherited.
+    """Make the tests independent of the environment of whoever runs them.
+
+    nohup and background scripts ignore Ctrl-C and SIGHUP, which is inherited.
 
     PyTorch's threads sleep while they wait for each other: on a busy machine, those that spin take five times as long.
     """
+    for name in [each for each in os.environ if each in FOREIGN_NAMES or each.startswith(FOREIGN)]:
+        del os.environ[name]
+    os.umask(0o022)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
