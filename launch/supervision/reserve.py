@@ -83,6 +83,7 @@ class Reserve:
             if not node.is_alive and not node.given_up:
                 self.starting.discard(slot)
                 last = f"; last error: {self.errors[slot]}" if slot in self.errors else ""
+                last += f"; printed so far: {printed}" if (printed := node.printed()) else ""
                 node.failure, node.given_up = UnreachableError(f"{node.place.host}: {why}{last}"), True
 
     def reached(self, slot: int, message: Reached, attempt: Attempt, used: Collection[int], now: float) -> None:
