@@ -195,10 +195,9 @@ class Inspection:
         """Record which nodes have not answered in time, and whose nonces in the run folder can be read here."""
         for node, answer in enumerate(self.answers):
             if answer.error is None and answer.hello is None:
-                said = f"; printed so far: {printed}" if (printed := self.transport.printed(node)) else ""
                 answer.error = UnreachableError(
                     f"{answer.host}: no answer within {LIMIT_S:g} s; is it on, and reachable from here? try: ssh "
-                    f"{answer.host} true{said}"
+                    f"{answer.host} true{self.transport.printed(node)}"
                 )
             if answer.facts.get("storage", {}).get("where") == "shared":
                 # This host has not looked the file up before, so no cache can remember it as missing.

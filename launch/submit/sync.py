@@ -107,12 +107,9 @@ def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str,
     """Copy the code to one host."""
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired as error:
-        printed = quoted(b"\n".join(filter(None, (error.stdout, error.stderr))))
-        said = f"; printed so far: {printed}" if printed else ""
-        return SyncOutcome(
-            host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s{said}")
-        )
+    except subprocess.TimeoutExpired as late:
+        why = f"did not finish within {DEADLINE_S:g} s{quoted((late.stdout or b'') + (late.stderr or b''))}"
+        return SyncOutcome(host.name, "failed", UnreachableError(f"{host.name}: {why}"))
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")

@@ -58,7 +58,8 @@ class Console:
             return
         target = raw(sys.stdout if stream == "out" else sys.stderr)
         mark = prefix(rank, coloured=is_coloured(target)) if self.tee else ""
-        found, room = [], MOST_SHOWN
+        found: list[str] = []
+        room = MOST_SHOWN
         for line in map(cut, lines):
             room -= len(line)
             if room < 0:  # no agent of ours sends so much at once

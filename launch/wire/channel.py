@@ -153,7 +153,7 @@ class Channel:
         self.printed = (self.printed + text)[-PRINTED_BYTES:]
         self._printed_bytes += len(text)
         if self._printed_bytes > CHATTER_BYTES:
-            raise NotAMessage(f"its shell printed more than {CHATTER_BYTES >> 20} MB: {quoted(text)}")
+            raise NotAMessage(f"its shell printed more than {CHATTER_BYTES >> 20} MB{quoted(text)}")
 
     def abort(self) -> None:
         """Close this end without sending queued messages, because the other end does not read them."""
@@ -170,9 +170,9 @@ class Channel:
 
 
 def quoted(printed: bytes) -> str:
-    """Return the end of what a node has printed, for a message; "" if it has printed only blanks."""
+    """Return the end of what a node has printed, as an addition to a message; "" if it has printed only blanks."""
     text = " / ".join(filter(None, map(str.strip, printed.decode(errors="replace").split("\n"))))
-    return printable(text if len(text) <= QUOTED else f"…{text[-QUOTED:]}")
+    return printable(f"; printed so far: {text if len(text) <= QUOTED else f'…{text[-QUOTED:]}'}") if text else ""
 
 
 async def over_pipes(source: IO[bytes], sink: IO[bytes], *, node: int | None = None) -> Channel:
