@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
+from muster.jobs.basics import exits
 from muster.jobs.basics.reading import Lines, parse_json
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers, orders, page, rank_start
@@ -55,12 +56,16 @@ class RankProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True once the leader of the group has ended, and no session in its group saves.
+        """True once the leader of the group has ended.
 
-        A scheduler's SIGTERM ends a shell, but not a session, which ignores the signal to save first.
+        A scheduler's SIGTERM ends a shell, but not a session below it that ignores the signal to save first. Such a
+        rank ends with its session.
         """
-        if self._status is None or not (self.page.deaf and self.page.session):
-            return self._status is not None
+        if self._status is None:
+            return False
+        by_term = os.waitstatus_to_exitcode(self._status) in (-signal.SIGTERM, exits.SIGNAL_BASE + signal.SIGTERM)
+        if not (by_term and self.page.deaf and self.page.session):
+            return True
         try:
             return os.getpgid(self.page.session) != self.pid
         except ProcessLookupError:
@@ -69,11 +74,10 @@ class RankProcess:
     @property
     def has_group(self) -> bool:
         """True while a process of the group is left."""
-        with suppress(PermissionError):  # it belongs to another user (sudo)
-            try:
-                os.killpg(self.pid, 0)
-            except ProcessLookupError:
-                return False
+        try:
+            os.killpg(self.pid, 0)
+        except OSError as error:
+            return isinstance(error, PermissionError)  # it belongs to another user (sudo)
         return True
 
     @property

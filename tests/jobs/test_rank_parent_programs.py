@@ -182,11 +182,13 @@ def test_what_a_failed_program_leaves_behind_is_killed_after_the_grace(warm: War
 def test_a_session_that_ignores_term_outlives_its_shell_until_it_has_saved(warm: Warm) -> None:
     """A scheduler's SIGTERM to all processes ends the shell. The rank has not ended before its session has."""
     shell = ["bash", "-c", '"$0" "$@"; exit $?']
-    pids = warm.start(warm.rank(0, [*shell, *PROGRAM, "deaf"]), warm.rank(1, [*shell, *PROGRAM, "deaf"]))
-    for rank in (0, 1):
+    pids = warm.start(*(warm.rank(rank, [*shell, *PROGRAM, "deaf"]) for rank in range(3)))
+    for rank in range(3):
         warm.wait_for_output(rank)
         warm.next("report")
-    for pid in pids.values():
+    os.kill(pids[2], signal.SIGKILL)  # a failure
+    assert warm.end_of(2)[0]["signal"] == "SIGKILL"
+    for pid in (pids[0], pids[1]):
         os.killpg(pid, signal.SIGTERM)
     wait_until(lambda: not any(map(start_ticks, pids.values())), "the end of the shells")
     assert warm.looked().keys() == {0, 1}
@@ -194,3 +196,4 @@ def test_a_session_that_ignores_term_outlives_its_shell_until_it_has_saved(warm:
     wait_until(lambda: [each["held"] for each in warm.looked().values()] == [3, 3], "both ranks to hold")
     warm.tell({"do": "stop_at", "steps": 4})
     assert [(end["signal"], end["steps"]) for end in warm.end_of(0, 1)] == [("SIGTERM", 3)] * 2
+    assert warm.stop()["left"] == []
