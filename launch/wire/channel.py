@@ -10,7 +10,7 @@ TCP    a connection that the agent opens, for all other transports (pdsh, srun, 
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
@@ -86,7 +86,8 @@ class Channel:
         self._mixed, found = True, b""
         while self._first is None:
             while (at := found.rfind(HELLO)) < 0:
-                found = found[-len(HELLO) :] + await self._some()
+                self._note(data := await self._received(self.reader.read(CHUNK)))
+                found = found[-len(HELLO) :] + data
             self._rest = found[at:]
             line = await self._line()
             try:
@@ -122,27 +123,22 @@ class Channel:
             raise NotAMessage(str(error)) from error
 
     async def _line(self) -> bytes:
-        try:
-            line = self._rest if b"\n" in self._rest else self._rest + await self.reader.readline()
-        except ConnectionError as error:
-            raise ChannelClosed(str(error)) from error
-        except ValueError as error:
-            raise NotAMessage(f"its line is too long: {error}") from error
-        line, newline, self._rest = line.partition(b"\n")
+        if b"\n" not in self._rest:
+            self._rest += await self._received(self.reader.readline())
+        line, newline, self._rest = self._rest.partition(b"\n")
         if not newline:
             raise ChannelClosed("the connection ended")
         return line + newline
 
-    async def _some(self) -> bytes:
-        """Return the next bytes that the other end prints before its first message."""
+    async def _received(self, reading: Awaitable[bytes]) -> bytes:
         try:
-            data = await self.reader.read(CHUNK)
+            if data := await reading:
+                return data
         except ConnectionError as error:
             raise ChannelClosed(str(error)) from error
-        if not data:
-            raise ChannelClosed("the connection ended")
-        self._note(data)
-        return data
+        except ValueError as error:
+            raise NotAMessage(f"its line is too long: {error}") from error
+        raise ChannelClosed("the connection ended")
 
     def _note(self, text: bytes) -> None:
         """Keep the last part of a text that is no message.
