@@ -4,6 +4,7 @@ r"""Make untrusted text safe to print: it may use colours, but cannot control th
     shown(text)        also colours (SGR sequences), reset at the end of each line
     rank_line(text)    also carriage return and erase-line, which redraw a progress bar
     last_state(line)   the final state of such a progress bar
+    cut(line)          at most the first LONGEST_SHOWN characters of it
 
 All other control characters are escaped: \x1b, \u202e. Non-ASCII characters get JSON's escapes, so JSON stays valid.
 Output to a pipe or a file is escaped too, because it often ends up in a terminal (`less -R`, `cat`).
@@ -21,23 +22,25 @@ from functools import cache
 from typing import Any, Final, TextIO, cast
 
 RESET: Final = "\x1b[0m"
+LONGEST_SHOWN: Final = 1 << 16  # characters of a line on the console
 
 _HIDDEN: Final = (
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 except tab and newline, DEL, C1
+    "\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f"  # C0 except tab, newline, CR and ESC; DEL, C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls
     "\xad\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200d\u2028\u2029\u2060-\u2065\u206a-\u206f"  # invisible
     "\u3164\ufeff\uffa0\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0000-\U000e0fff\ud800-\udfff"  # tags; surrogates
 )
 # One SGR parameter: a number (but not 8, which hides text), or 38 or 48 followed by a colour: 5;N or 2;R;G;B.
-_PARAMETER: Final = r"(?:[34]8;(?:5;\d{1,3}|2;\d{1,3};\d{1,3};\d{1,3})|0{0,2}|0?[1-79]|[1-9]\d|10\d)"
+# No text matches in two ways, so that the time to match is linear.
+_PARAMETER: Final = r"(?:[34]8;(?:5;\d{1,3}|2;\d{1,3};\d{1,3};\d{1,3})|0{0,2}|0?[1-79]|[125-9]\d|[34][0-79]|10\d)"
 _COLOUR: Final = rf"\x1b\[{_PARAMETER}(?:;{_PARAMETER}){{0,15}}m"
 _ERASE: Final = r"\x1b\[[0-2]?K"
 
 
 def printable(text: str) -> str:
     """Escape every character that controls a terminal, or hides or reorders text."""
-    return text if _is_plain(text) else _special().sub(lambda match: _escaped(match[0]), text)
+    return text if _is_plain(text) else _stretches(r"\r\x1b").sub(_escaped, text)
 
 
 def shown(text: str) -> str:
@@ -55,6 +58,14 @@ def last_state(line: str) -> str:
     if _is_plain(line):
         return line
     return shown(re.sub(_ERASE, "", line.rstrip("\r").rpartition("\r")[2].replace("\0", "")))
+
+
+def cut(line: str) -> str:
+    """Shorten a line for the console. Of a long line that redraws itself, only the last state is kept."""
+    if len(line) <= LONGEST_SHOWN:
+        return line
+    state = line.rstrip("\r").rpartition("\r")[2]
+    return state if len(state) <= LONGEST_SHOWN else f"{state[:LONGEST_SHOWN]}… ({len(state)} characters)"
 
 
 def guard() -> None:
@@ -94,35 +105,47 @@ def _is_plain(text: str) -> bool:
 
 
 @cache
-def _special() -> re.Pattern[str]:
-    """Return the pattern of a colour, a redraw, or one character to escape, compiled on first use."""
-    return re.compile(rf"({_COLOUR})|({_ERASE}|\r)|[{_HIDDEN}]", re.ASCII)
+def _stretches(more: str = "", allowed: str = "") -> re.Pattern[str]:
+    """Return the pattern of text with characters to escape, and few others in between, compiled on first use.
+
+    Whole stretches are translated at once, because output may consist of such characters. `more`: further characters to
+    escape; `allowed`: the pattern of the sequences that may begin with ESC.
+    """
+    one = rf"(?:[{_HIDDEN}{more}]+" + (rf"|(?!{allowed})\x1b)" if allowed else ")")
+    return re.compile(rf"{one}(?:[^{_HIDDEN}\r\x1b]{{0,8}}{one}){{0,100}}", re.ASCII)
 
 
 def _lines(text: str, *, redrawn: bool) -> str:
-    def replaced(match: re.Match[str]) -> str:
-        return match[0] if match[1] or (match[2] and redrawn) else _escaped(match[0])
-
+    pattern = _stretches("", f"(?:{_COLOUR}|{_ERASE})") if redrawn else _stretches(r"\r", _COLOUR)
     # Lines may end in \r\n, as those from ssh do.
     lines = [line.rstrip("\r") for line in text.split("\n")] if "\r" in text else [text]
-    safe = _special().sub(replaced, "\n".join(lines))
+    safe = pattern.sub(_escaped, "\n".join(lines))
     return "\n".join(map(_closed, safe.split("\n"))) if "\x1b" in safe else safe
 
 
 def _closed(line: str) -> str:
     """Reset the colours at the end of a line that leaves them set."""
-    colours = re.findall(_COLOUR, line, re.ASCII)
-    return line + RESET if colours and not re.fullmatch(r"\x1b\[0*m", colours[-1]) else line
+    last = re.match(r".*(\x1b\[[\d;]*m)", line, re.ASCII | re.DOTALL)  # all sequences in it are allowed ones
+    return line + RESET if last and not re.fullmatch(r"\x1b\[0*m", last[1]) else line
 
 
-def _escaped(text: str) -> str:
-    return "".join(map(_escape, text))
+class _Escapes(dict[int, str]):
+    """The table of str.translate: the escape of every hidden character, and all others as they are."""
+
+    def __missing__(self, point: int) -> str:
+        character = chr(point)
+        self[point] = text = _escape(character) if re.match(rf"[{_HIDDEN}\r\x1b]", character) else character
+        return text
 
 
-@cache
+_escapes = _Escapes()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].translate(_escapes)
+
+
 def _escape(character: str) -> str:
-    if " " <= character < "\x7f":
-        return character
     if character < " ":
         return f"\\x{ord(character):02x}"
     units = character.encode("utf-16-be", "surrogatepass")

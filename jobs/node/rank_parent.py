@@ -6,7 +6,8 @@ The agent and the rank parent exchange JSON lines over one socket. From the agen
     {"do": "start", "attempt": n, "ranks": [RankStart...]}    with "adopt": r, rank r of the last attempt continues;
                                                               "steps": those of the checkpoint it loads, or null
     {"do": "start", "attempt": n, "joins": true, "ranks": [RankStart...]}    also start these, which wait for an order
-    {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep
+    {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep.
+                                                    The group of a program has the grace even if its leader ends first
     {"do": "look"}                  report the progress of every rank
     {"do": "hold"}                  every rank waits before its next step (jobs/node/page.py)
     {"do": "stop_at", "steps": n, "regroups": false}   after this many steps every rank saves and ends, or waits
@@ -56,6 +57,7 @@ class RankParent:
         self.passed: list[int] = []
         self.attempt = 0
         self.ranks: dict[int, RankProcess] = {}
+        self.orphaned: list[RankProcess] = []  # programs whose leader has ended, such as a shell, but not their group
         self.stubborn: dict[int, int] = {}  # {pid: rank} of ranks that survived SIGKILL so far
         self.dead: dict[int, dict[str, Any]] = {}  # {rank: how it ended} of this attempt
         self.store = 0
@@ -77,7 +79,7 @@ class RankParent:
         self.selector.register(self.agent, selectors.EVENT_READ, self._read_agent)
         self.selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, CHUNK))
         self._send({"ready": os.getpid()})
-        while not (self.agent_gone and not self.ranks):
+        while not self.agent_gone or self.ranks or self.orphaned:
             timeout_s = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
             for key, _ in self.selector.select(timeout_s):
                 key.data()
@@ -152,6 +154,9 @@ class RankParent:
             what = f"attempt {attempt} cannot start while ranks of attempt {self.attempt} are running"
             self._send({"broken": what, "code": exits.INFRASTRUCTURE})
             return
+        for rank in self.orphaned:  # of an attempt that was never stopped
+            rank.send(signal.SIGKILL)
+        self.orphaned = []
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
         dead = [] if message.get("joins") else self._adopt(adopted)
         self.memory |= {start["env"][MEMORY] for start in message["ranks"] if MEMORY in start["env"]}
@@ -248,26 +253,40 @@ class RankParent:
                 break
             if pid == 0:
                 break
-            if rank := self.ranks.pop(pid, None):
-                self._bury(rank, status)
+            if rank := self.ranks.get(pid):
+                rank.leader_ended(status)
             elif pid == self.store:
                 self.store = 0
                 if self.ranks:
                     what = f"the store process ended with code {os.waitstatus_to_exitcode(status)}"
                     self._send({"broken": what, "code": exits.INFRASTRUCTURE})
-        if not self.ranks and self.kill_at is not None and not self.agent_gone:
+        ended = {pid: rank for pid, rank in self.ranks.items() if rank.has_ended}
+        self.ranks = {pid: rank for pid, rank in self.ranks.items() if pid not in ended}
+        for rank in ended.values():
+            self._bury(rank)
+        before, self.orphaned = self.orphaned, [rank for rank in self.orphaned if rank.has_group]
+        if self.ranks or self.orphaned or self.agent_gone:
+            return
+        if self.kill_at is not None:
             self._finish_stop()
+        elif ended or before:
+            self._sweep(leave_store=True)
 
-    def _bury(self, rank: RankProcess, status: int) -> None:
-        ended = time.time()
+    def _bury(self, rank: RankProcess) -> None:
+        """Report the end of a rank. Its data loaders and background children end with it.
+
+        A program that ended with an error may have been a shell, and its child may be saving. So the rest of its group
+        gets the grace time, as the other ranks do.
+        """
         if rank.pipe in self.selector.get_map():
             self._read_reports(rank)
-        rank.send(signal.SIGKILL)  # kills the rest of its group: data loaders and background children
-        self.dead[rank.rank] = rank.ending(status, ended)
+        if rank.ours or self.killed or (rank.succeeded and self.kill_at is None):
+            rank.send(signal.SIGKILL)
+        else:
+            self.orphaned.append(rank)
+        self.dead[rank.rank] = rank.ending()
         self._send(self.dead[rank.rank])
         self._let_go(rank)
-        if not self.ranks and self.kill_at is None:
-            self._sweep(leave_store=True)
 
     def _let_go(self, rank: RankProcess) -> None:
         if rank.pipe in self.selector.get_map():
@@ -282,6 +301,9 @@ class RankParent:
             rank.sent = rank.sent or rank.asks
             rank.send(rank.asks)
             rank.send(signal.SIGCONT)  # so that a suspended rank receives the signal
+        for rank in self.orphaned:
+            rank.send(signal.SIGTERM)
+            rank.send(signal.SIGCONT)
         if not self.killed:
             kill_at = time.monotonic() + grace_s
             self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
@@ -292,12 +314,12 @@ class RankParent:
             for rank in self.ranks.values():
                 self._let_go(rank)
             self.stubborn = {pid: rank.rank for pid, rank in self.ranks.items()}
-            self.ranks = {}
+            self.ranks, self.orphaned = {}, []
             if not self.agent_gone:
                 self._finish_stop()
             return
         self.killed, self.kill_at = True, time.monotonic() + KILL_S  # SIGCHLD wakes the loop earlier
-        for rank in self.ranks.values():
+        for rank in (*self.ranks.values(), *self.orphaned):
             rank.sent = signal.SIGKILL
             rank.send(signal.SIGKILL)
 

@@ -8,10 +8,12 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
+from muster.jobs.basics import exits
 from muster.jobs.basics.reading import Lines, parse_json
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers, orders, page, rank_start
@@ -35,6 +37,8 @@ class RankProcess:
         self.page = Page() if self.ours else Page.inheritable()
         self.sent = 0  # the last signal that was sent to the rank
         self.failure: dict[str, Any] = {}
+        self._status: int | None = None  # of wait(2), once the leader of the group has ended
+        self._ended_at = 0.0
         self._lines = Lines(LONGEST)
         self.pipe, self._writer = os.pipe()
         os.set_blocking(self.pipe, False)
@@ -49,6 +53,41 @@ class RankProcess:
     def has_session(self) -> bool:
         """True if the page shows the progress of the rank."""
         return self.ours or self.page.session != 0
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the leader of the group has ended.
+
+        A scheduler's SIGTERM ends a shell, but not a session below it that ignores the signal to save first. Such a
+        rank ends with its session.
+        """
+        if self._status is None:
+            return False
+        by_term = os.waitstatus_to_exitcode(self._status) in (-signal.SIGTERM, exits.SIGNAL_BASE + signal.SIGTERM)
+        if not (by_term and self.page.deaf and self.page.session):
+            return True
+        try:
+            return os.getpgid(self.page.session) != self.pid
+        except ProcessLookupError:
+            return True
+
+    @property
+    def has_group(self) -> bool:
+        """True while a process of the group is left."""
+        try:
+            os.killpg(self.pid, 0)
+        except OSError as error:
+            return isinstance(error, PermissionError)  # it belongs to another user (sudo)
+        return True
+
+    @property
+    def succeeded(self) -> bool:
+        """True if the leader has ended with 0."""
+        return self._status == 0
+
+    def leader_ended(self, status: int) -> None:
+        """Record the status of wait(2) for the leader of the group."""
+        self._status, self._ended_at = status, time.time()
 
     def become(self) -> NoReturn:
         """Become the rank. Called in the fresh child."""
@@ -129,15 +168,16 @@ class RankProcess:
             linux.kill_quietly(pid, signal.SIGCONT)
         return state
 
-    def ending(self, status: int, ended: float) -> dict[str, Any]:
-        """Describe how the rank ended, from the status of wait(2) and the time (unix seconds)."""
-        code = os.waitstatus_to_exitcode(status)
+    def ending(self) -> dict[str, Any]:
+        """Describe how the rank ended."""
+        assert self._status is not None
+        code = os.waitstatus_to_exitcode(self._status)
         return {
             "exited": self.rank,
             "code": code if code >= 0 else None,
             "signal": linux.signal_name(-code) if code < 0 else None,
             "sent": linux.signal_name(self.sent) if self.sent else None,
-            "ended": self.failure.get("time", ended),
+            "ended": self.failure.get("time", self._ended_at),
             "failure": self.failure,
             "steps": self.page.steps if self.has_session else None,
         }

@@ -12,6 +12,7 @@ After a restart a rank reads its node's shards from the folder, and all others f
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.saver import NONE, POLL_S, InFlight, NotSaving, Part, Room, Saver
 from muster.jobs.saving.schedule import SaveSchedule
 
+TELL_S: Final = 60.0  # between two reports of failed copies in a row
 NOTES: Final = 4  # values that a `Saver` shares at a log point
 
 
@@ -39,6 +41,7 @@ class MemorySaver(Saver[Part]):
     """A saver whose target is the folder in memory. It never ends the training, and is not waited for."""
 
     noun = "a copy in memory"
+    _failing_since = _told_at = 0.0  # when the first of the failed copies began, and when one was last reported
     written = NONE  # the newest step whose shard this rank's writer has written
 
     def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
@@ -77,13 +80,20 @@ class MemorySaver(Saver[Part]):
             flight.deadline_s += flight.order.wait_s
 
     def _miss(self, flight: InFlight, message: str) -> None:
-        """Report the first of several failed copies in a row."""
-        self.flight, self.failed = None, flight.order.step
+        """Report the first of several failed copies in a row, and then every TELL_S for how long none has succeeded."""
+        self.flight, self.failed, now = None, flight.order.step, time.monotonic()
         self.missed += 1
         if self.missed == 1:
-            with suppress(OSError):
-                print(f"muster: step {self.failed} was not copied into memory: {message}", flush=True)
-            self.reporter.missed(step=self.failed, missed=0, message=f"a copy in memory has failed: {message}")
+            self._failing_since = flight.began_s
+        elif now < self._told_at + TELL_S:
+            return
+        self._told_at = now
+        text = "a copy in memory has failed"
+        if self.missed > 1:
+            text = f"no copy in memory has succeeded for {now - self._failing_since:.0f} s ({self.missed} in a row)"
+        with suppress(OSError):
+            print(f"muster: step {self.failed} was not copied into memory: {message}", flush=True)
+        self.reporter.missed(step=self.failed, missed=0, message=f"{text}: {message}")
 
 
 def with_copies(saver: Saver[Part], memory: RunDir | None) -> NotSaving:

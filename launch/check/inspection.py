@@ -197,7 +197,7 @@ class Inspection:
             if answer.error is None and answer.hello is None:
                 answer.error = UnreachableError(
                     f"{answer.host}: no answer within {LIMIT_S:g} s; is it on, and reachable from here? try: ssh "
-                    f"{answer.host} true"
+                    f"{answer.host} true{self.transport.printed(node)}"
                 )
             if answer.facts.get("storage", {}).get("where") == "shared":
                 # This host has not looked the file up before, so no cache can remember it as missing.

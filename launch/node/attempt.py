@@ -16,11 +16,12 @@ from typing import Any, Final, Literal
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_json
+from muster.jobs.basics.terminal import cut
 from muster.jobs.machine import procfs
 from muster.jobs.node import logcap
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common import processes, storage
-from muster.launch.common.follow import LineFollower, tail_lines
+from muster.launch.common.follow import LineFollower, decoded, tail_lines
 from muster.launch.common.host import identity
 from muster.launch.node import census
 from muster.launch.node.dumping import Dumps, size_of
@@ -37,7 +38,8 @@ HOLD_LOOK_S: Final = 0.02
 FOLLOW_S: Final = 0.1
 LAST_LINES: Final = 20
 LONGEST_LAST: Final = 1000  # characters
-BATCH_BYTES: Final = 1 << 18  # maximum bytes of a rank's output in one message
+BATCH_CHARACTERS: Final = 1 << 18  # maximum of a rank's output in one message, and one line more
+BATCH_LINES: Final = 1 << 13  # maximum lines in one message
 GONE_S: Final = 2.0  # time limit for ranks to end after their parent has died
 GONE_LOOK_S: Final = 0.02
 ASK_S: Final = 1.0  # time limit for the rank parent's answer to a dump order
@@ -330,13 +332,13 @@ class NodeAttempt:
     async def _send_lines(self, rank: int, *, ended: bool) -> None:
         for stream, follower in self._followers.get(rank, {}).items():
             batch: list[str] = []
-            room = BATCH_BYTES
+            room = BATCH_CHARACTERS
             for line in chain(follower.poll(), follower.flush() if ended else ()):
-                batch.append(line.decode(errors="replace"))
-                room -= len(line) + 1
-                if room < 0:
+                batch.append(cut(decoded(line)))
+                room -= len(batch[-1]) + 1
+                if room < 0 or len(batch) == BATCH_LINES:
                     await self.tell(wire.Log(self.number, rank, stream, tuple(batch)))
-                    batch, room = [], BATCH_BYTES
+                    batch, room = [], BATCH_CHARACTERS
             if batch:
                 await self.tell(wire.Log(self.number, rank, stream, tuple(batch)))
 

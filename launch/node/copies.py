@@ -1,7 +1,8 @@
 """The memory of one node for checkpoints: the shards of its own ranks, and those of another node.
 
     writer of a rank ── shard, .ok ──► folder in /dev/shm ──► the node that keeps our copies          (a thread)
-                                              ▲──────────── the node whose copies we keep             (a thread each)
+                                              ▲──────────── the node whose copies we keep             (a thread each,
+                                                                              after its proof: `launch/wire/door.py`)
     supervisor ◄── Kept ── for every shard here;  Complete ──► mark, and delete what is older
 
 The folder belongs to the user, has a random name and mode 0700, and is deleted when the agent ends. A killed agent
@@ -26,8 +27,9 @@ from typing import Final
 from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.basics.handshake import HandshakeError, node_key
+from muster.jobs.basics.terminal import warn
 from muster.jobs.checkpoint.names import position, step_and_attempt
-from muster.jobs.checkpoint.remote import KEY, READER, dialled
+from muster.jobs.checkpoint.remote import KEY, QUIET_S, READER, FileConnection, dialled
 from muster.jobs.checkpoint.shard import ShardRecord
 from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import ports
@@ -35,9 +37,10 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.node.copy_pace import CopyPace, OtherTraffic
 from muster.launch.node.copy_reads import Shards, prepare
-from muster.launch.node.copy_requests import Answering, accepted, put, record_of, writers_in
+from muster.launch.node.copy_requests import Answering, proved, put, record_of, writers_in
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import ChannelClosed
+from muster.launch.wire.door import BACKLOG, Door
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
@@ -67,7 +70,7 @@ class Copies:
         self._alone: Shards = []  # those of them that are to be copied now
         self._lock = -1
         self._address = ""
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = threading.Event()
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
@@ -80,14 +83,15 @@ class Copies:
         """Create the folder and listen, unless that has been done; answer with the port."""
         self._open(message.secret)
         self.attempt, self.peer = message.attempt, None
-        if self._listener is None and self.run is not None:
+        if self._door is None and self.run is not None:
             try:
-                self._listener = ports.bind(message.bind, backlog=MOST_CONNECTIONS)
-                self._address = f"{message.bind}:{self._listener.getsockname()[1]}"
+                listening = ports.bind(message.bind, backlog=BACKLOG)
+                self._address = f"{message.bind}:{listening.getsockname()[1]}"
             except OSError:  # behind address translation, this host does not have the address by which it is reached
-                self._listener = ports.bind("", backlog=MOST_CONNECTIONS)
-            self._spawn(partial(self._listen, self._listener))
-        port = 0 if self._listener is None else self._listener.getsockname()[1]
+                listening = ports.bind("", backlog=BACKLOG)
+            self._door = Door(self._admit, more=MOST_CONNECTIONS, report=warn)
+            self._door.open(listening)
+        port = 0 if self._door is None else self._door.port
         await self.tell(wire.Keeping(message.attempt, port, self.why))
 
     def copy_to(self, message: wire.CopyTo) -> None:
@@ -133,8 +137,8 @@ class Copies:
     def close(self) -> None:
         """End the threads, and free the memory."""
         self._ended.set()
-        if self._listener is not None:
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         if self.run is not None:
             gone = self.run.path.with_suffix(".gone")
             with contextlib.suppress(OSError):
@@ -205,7 +209,10 @@ class Copies:
         waiting: Shards = []
         while not self._ended.wait(LOOK_S):
             alone, self._alone = self._alone, []
-            waiting += [*self._news(), *alone]
+            waiting += alone
+            with contextlib.suppress(OSError):  # no descriptor is free: look again
+                for each in self._news():
+                    waiting.append(each)  # not lost if a later one fails
             peer, self_attempt = self.peer, self.attempt
             waiting = [each for each in waiting if each[0].path.exists() and not each[0].failed.exists()]
             if peer is None or peer.attempt != self_attempt:
@@ -254,26 +261,19 @@ class Copies:
 
     # From other nodes -----------------------------------------------------------------------------------------------
 
-    def _listen(self, listener: socket.socket) -> None:
-        while not self._ended.is_set():
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # the listener was closed
-            self._spawn(partial(self._serve, connection))
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Answer one connection. One that does not prove that it belongs to the run is closed."""
+    async def _admit(self, connection: socket.socket) -> None:
+        """Require a proof that the other end belongs to the run. Then answer it in a thread."""
+        assert self._door is not None
+        may_put = await proved(connection, self._address, self.secret, self._door.has_greeted)
         if self.run is None or not self._connections.acquire(blocking=False):
-            connection.close()
-            return
-        answering = Answering(self.run, self._expect)
+            raise HandshakeError("too many copies at once")
+        connection.settimeout(QUIET_S)
+        self._spawn(partial(self._serve, connection, Answering(self.run, self._expect), may_put))
+
+    def _serve(self, connection: socket.socket, answering: Answering, may_put: bool) -> None:
         try:
-            with (
-                connection,
-                contextlib.suppress(OSError, HandshakeError, MusterError),
-                accepted(connection, self._address, self.secret) as end,
-            ):
+            with connection, connection.makefile("rb") as reader, contextlib.suppress(OSError, MusterError):
+                end = FileConnection(connection, reader, may_put)
                 while True:  # until the other end closes the connection
                     if (found := answering.answer(end)) is not None:
                         self._report(*found)

@@ -14,24 +14,25 @@ compared before a restart reads it: doing so for every copy, too, would slow the
 follow each other.
 """
 
+import asyncio
 import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, MusterError
-from muster.jobs.basics.handshake import LONGEST, WELCOME, HandshakeError, SupervisorSide, node_key, read_greeting
+from muster.jobs.basics.handshake import WELCOME, HandshakeError, SupervisorSide, node_key, read_greeting
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import begin
 from muster.jobs.checkpoint.names import position, step_and_attempt
-from muster.jobs.checkpoint.remote import CHUNK_BYTES, MOST_READ, QUIET_S, READER, FileConnection
+from muster.jobs.checkpoint.remote import CHUNK_BYTES, MOST_READ, READER, FileConnection
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.wire.door import read_line
 
 SHARD: Final = re.compile(r"shard-([0-9]{5,6})\.(safetensors|ok)")
 OF_ALL: Final = re.compile(r"MANIFEST\.json|nodes-[0-9]{3,9}\.json")
@@ -40,27 +41,32 @@ Pace = Callable[[int], None]  # called before a number of bytes is sent
 Arrived = tuple[CheckpointDir, ShardRecord]
 
 
-@contextmanager
-def accepted(connection: socket.socket, address: str, secret: str) -> Iterator[FileConnection]:
+async def proved(
+    connection: socket.socket, address: str, secret: str, has_greeted: Callable[[socket.socket], None]
+) -> bool:
     """Require the other end of a new connection to prove that it has the secret, or the key with which ranks read.
 
-    `address`: the one that it must have dialled; "" if this host does not know it.
+    `address`: the one that it must have dialled; "" if this host does not know it. Return whether it may send files.
 
     Raises:
         OSError, HandshakeError: if it does not.
     """
-    connection.settimeout(QUIET_S)
-    with connection.makefile("rb") as reader:
-        greeting = read_greeting(reader.readline(LONGEST))
-        if address and greeting[2] != address:
-            raise HandshakeError("dialled another address")
-        is_agent = greeting[0] != READER
-        end = SupervisorSide(secret if is_agent else node_key(secret, READER), greeting, "copies", 0)
-        connection.sendall(end.challenge())
-        if not end.is_proved(reader.readline(LONGEST)):
-            raise HandshakeError("does not hold the key")
-        connection.sendall(WELCOME)
-        yield FileConnection(connection, reader, may_put=is_agent)
+    loop = asyncio.get_running_loop()
+    line, rest = await read_line(connection, b"")
+    greeting = read_greeting(line)
+    if address and greeting[2] != address:
+        raise HandshakeError("dialled another address")
+    has_greeted(connection)
+    is_agent = greeting[0] != READER
+    end = SupervisorSide(secret if is_agent else node_key(secret, READER), greeting, "copies", 0)
+    await loop.sock_sendall(connection, end.challenge())
+    line, rest = await read_line(connection, rest)
+    if not end.is_proved(line):
+        raise HandshakeError("does not hold the key")
+    if rest:
+        raise HandshakeError("speaks another protocol")
+    await loop.sock_sendall(connection, WELCOME)
+    return is_agent
 
 
 def record_of(folder: CheckpointDir, writer: int) -> ShardRecord | None:

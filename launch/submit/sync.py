@@ -32,6 +32,7 @@ from muster.launch.common.fingerprint import PACKAGE, fingerprint
 from muster.launch.common.worktree import survey
 from muster.launch.submit.snapshot import own_files
 from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
+from muster.launch.wire.channel import quoted
 
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
@@ -46,7 +47,7 @@ WAIT_S: Final = 120
 # $1 folder, $2 name of the mark, $3 interpreter, $4 the name of our package. If hosts share the folder, the one that
 # creates the mark's lock does the work, and the others wait for the mark.
 SCRIPT: Final = (
-    "d=$1 n=$2 y=$3 p=$4; "
+    "echo; d=$1 n=$2 y=$3 p=$4; "  # ends a line that a shell's start-up files have begun
     'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
     f'mkdir -p -- "$d" && cd -- "$d" || exit {BLOCKED}; t=$n.lock; '
     'if mkdir "$t" 2>/dev/null; then '
@@ -106,10 +107,9 @@ def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str,
     """Copy the code to one host."""
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return SyncOutcome(
-            host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s")
-        )
+    except subprocess.TimeoutExpired as late:
+        why = f"did not finish within {DEADLINE_S:g} s{quoted((late.stdout or b'') + (late.stderr or b''))}"
+        return SyncOutcome(host.name, "failed", UnreachableError(f"{host.name}: {why}"))
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")

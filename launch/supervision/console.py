@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
 
-from muster.jobs.basics.terminal import last_state, rank_line, raw
+from muster.jobs.basics.terminal import cut, last_state, rank_line, raw
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import rankset, screen
@@ -19,6 +19,7 @@ from muster.launch.plan.plan import NodePlan
 from muster.launch.records.advice import for_run
 from muster.launch.records.verdict import Verdict
 
+MOST_SHOWN: Final = 1 << 20  # characters of one message, so that it does not block the event loop
 MOST_LISTED: Final = 256  # ranks of the plan
 
 
@@ -52,13 +53,21 @@ class Console:
             self.say("closing this terminal ends the run; muster submit starts one that continues without it")
 
     def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
-        """Print lines of rank 0, or of every rank with --tee."""
+        """Print lines of rank 0, or of every rank with --tee. Cut long lines, and drop lines beyond MOST_SHOWN."""
         if self.quiet or not self.ranks:
             return
         target = raw(sys.stdout if stream == "out" else sys.stderr)
         mark = prefix(rank, coloured=is_coloured(target)) if self.tee else ""
-        for line in lines:
-            self._print(mark + (last_state(line) if self.tee else rank_line(line)), target)
+        found: list[str] = []
+        room = MOST_SHOWN
+        for line in map(cut, lines):
+            room -= len(line)
+            if room < 0:  # no agent of ours sends so much at once
+                found.append(f"… ({len(lines) - len(found)} more lines)")
+                break
+            found.append(mark + (last_state(line) if self.tee else rank_line(line)))
+        if found:
+            self._print("\n".join(found), target)
 
     def progress(self, report: Mapping[str, Any]) -> None:
         """Update the progress line from a report."""

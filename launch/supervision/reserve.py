@@ -83,7 +83,8 @@ class Reserve:
             if not node.is_alive and not node.given_up:
                 self.starting.discard(slot)
                 last = f"; last error: {self.errors[slot]}" if slot in self.errors else ""
-                node.failure, node.given_up = UnreachableError(f"{node.place.host}: {why}{last}"), True
+                text = f"{node.place.host}: {why}{last}{node.printed()}"
+                node.failure, node.given_up = UnreachableError(text), True
 
     def reached(self, slot: int, message: Reached, attempt: Attempt, used: Collection[int], now: float) -> None:
         """Handle an idle node's answer to `reach`."""

@@ -74,7 +74,8 @@ class Roster:
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
         if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
-            return f"{self.name_nodes(silent)}: the agent did not answer within {limit}"
+            said = next(filter(None, (self.nodes[number].printed() for number in silent)), "")
+            return f"{self.name_nodes(silent)}: the agent did not answer within {limit}{said}"
         # A user's program need not use the store. But once one of its ranks waits there, all others should arrive.
         expected = self.meets or bool(self.running & self.arrived)
         if expected and (missing := sorted(self.running - self.arrived)):

@@ -11,7 +11,7 @@ An agent that is silent for SILENT_S is lost. Three delays do not count as silen
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Final
@@ -77,6 +77,7 @@ class NodeState:
     tries: int = 0  # failed tries to use it since its last loss
     tried: float = 0.0  # when it was last lost or tried, in monotonic seconds
     given_up: bool = False  # the supervisor does not try this node again
+    printed: Callable[[], str] = str  # the end of what it has printed while its agent was started
 
     @property
     def host(self) -> str:

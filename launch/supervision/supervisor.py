@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from muster.jobs.basics import exits
@@ -79,6 +80,8 @@ class Supervisor:
         self.log = EventLog(context.run, console.say)
         self.lease, self.progress_file, self.inbox = Lease(context.run), ProgressFile(context.run), Inbox()
         self.run_nodes = RunNodes(context.run_nodes)
+        for slot, node in enumerate(self.run_nodes.nodes):
+            node.printed = partial(transport.printed, slot)
         # the slots of the current attempt, by node rank
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))
         self.rank_of = {slot: slot for slot in self.slots}  # slot → node rank in the current attempt

@@ -38,6 +38,10 @@ class Transport(Protocol):
         """Return the command lines that `start` runs: one per node of the run (with spares), or one for all."""
         ...
 
+    def printed(self, slot: int) -> str:
+        """Return the end of what a node has printed while its agent was started, for a message; "" for nothing."""
+        ...
+
     async def start(self, gate: Gate) -> None:
         """Start one agent per node of the run. Each connection or failure is reported to the gate, possibly later.
 

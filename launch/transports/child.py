@@ -9,14 +9,15 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.launch.common.limits import restore_open_files
-from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
+from muster.launch.wire.channel import CHUNK, PRINTED_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # last lines of standard error that are kept per process
+LONGEST: Final = 1 << 16  # bytes that are kept of a line
 FAREWELL_S: Final = 5.0
 READING_S: Final = 1.0  # time limit for reading the rest of standard error after the process has ended
 
@@ -37,12 +38,11 @@ class Child:
         env: Mapping[str, str] | None = None,
         own_stderr: bool = True,
     ) -> None:
-        stream = subprocess.PIPE if piped else subprocess.DEVNULL
         try:
             self.process = subprocess.Popen(
                 argv,
-                stdin=stream,
-                stdout=stream,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if own_stderr else None,
                 pass_fds=pass_fds,
                 env=env,
@@ -52,6 +52,8 @@ class Child:
             raise RefusedError(f"{argv[0]}: cannot be run here: {error.strerror}; is it installed?") from error
         restore_open_files(self.process.pid)
         self.errors: list[str] = []  # the last lines of its standard error
+        self.printed = b""  # the last bytes of its standard error, and of its standard output unless that is a channel
+        self._piped = piped
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
@@ -64,16 +66,35 @@ class Child:
 
     async def read_errors(self, tell: "asyncio.Queue[str] | None" = None) -> None:
         """Read standard error to its end. Keep the last lines, and put each line into the queue `tell`, if given."""
+
+        def take(line: bytes) -> None:
+            text = line.decode(errors="replace").rstrip()
+            self.errors = [*self.errors[-KEPT_LINES:], text]
+            if tell is not None:
+                tell.put_nowait(text)
+
         assert self.process.stderr is not None
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=LINE_BYTES)
-        source, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self.process.stderr)
+        assert self.process.stdout is not None
+        reading = [self._read(self.process.stderr, take)]
+        if not self._piped:
+            reading.append(self._read(self.process.stdout, lambda line: None))
+        await asyncio.gather(*reading)
+
+    async def _read(self, stream: IO[bytes], take: Callable[[bytes], None]) -> None:
+        """Read a stream to its end, and pass on its lines, also a line without an end. Cut long lines."""
+        reader, rest = asyncio.StreamReader(), b""
+        source, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), stream
+        )
         try:
-            while line := await reader.readline():
-                text = line.decode(errors="replace").rstrip()
-                self.errors = [*self.errors[-KEPT_LINES:], text]
-                if tell is not None:
-                    tell.put_nowait(text)
+            while data := await reader.read(CHUNK):
+                self.printed = (self.printed + data)[-PRINTED_BYTES:]
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    take(line[-LONGEST:])
+                rest = rest[-LONGEST:]
+            if rest:
+                take(rest)
         finally:
             source.close()
 

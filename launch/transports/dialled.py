@@ -21,6 +21,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, READING_S, Child
 from muster.launch.transports.watched import NodeProcesses, watch_own
+from muster.launch.wire.channel import quoted
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
@@ -79,12 +80,23 @@ class Dialled:
         self._listener = Listener(nodes, run=run.run_id, attempt=attempt, secret=secret, report=warn)
         self._connect = ""
         self._started = NodeProcesses()
+        self._programs: dict[int, Child] = {}  # those that start agents, by place
         self._again: set[int] = set()  # nodes whose agents were started again
         self._accepting: asyncio.Task[None] | None = None
 
     def commands(self) -> list[list[str]]:
         """Return the starter's command line or, without a starter, that of node 0's agent, which runs here."""
         return [self.starter.argv("ADDRESS:PORT", None)] if self.starter is not None else [list(self.own_agent)]
+
+    def printed(self, slot: int) -> str:
+        """Return the end of what the program that starts a node's agent has printed, without lines of other nodes."""
+        program = self._programs.get(slot if slot in self._again else ALL)
+        if program is None or self.starter is None:
+            return ""
+        names, prefix = self.starter.names, self.starter.prefix.encode()
+        lines = [line.removeprefix(prefix) for line in program.printed.split(b"\n")]
+        found = [(line, PDSH_LINE.fullmatch(line.decode(errors="replace"))) for line in lines]
+        return quoted(b"\n".join(line for line, of in found if of is None or names.get(of["host"], slot) == slot))
 
     async def start(self, gate: Gate) -> None:
         """Listen, then start the program that starts the agents."""
@@ -137,6 +149,7 @@ class Dialled:
             Child(starter.argv(self._connect, slot), piped=False, env=environment),
             ALL if slot is None else slot,
         )
+        self._programs[place] = child
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:

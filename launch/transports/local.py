@@ -49,6 +49,10 @@ class Local:
         """Return every agent's command line."""
         return [[*module_argv(self.python, "muster.launch.agent"), "--node", str(node)] for node in range(self.nodes)]
 
+    def printed(self, slot: int) -> str:
+        """Return "", because the agents share this process's standard error."""
+        return ""
+
     async def start(self, gate: Gate) -> None:
         """Start one agent per node, each with the socket of its rank parent."""
         for node in range(self.nodes):

@@ -1,10 +1,11 @@
 """The ssh transport: one ssh per node, whose pipes carry the agent's channel. It opens no port and installs nothing."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
 
+from muster.jobs.basics.errors import UnreachableError
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.site import SshSettings
@@ -12,7 +13,7 @@ from muster.launch.transports.base import Gate, agent_argv
 from muster.launch.transports.child import FAREWELL_S, READING_S, Child
 from muster.launch.transports.ssh_command import explain, ssh_argv
 from muster.launch.transports.watched import NodeProcesses
-from muster.launch.wire.channel import ChannelClosed
+from muster.launch.wire.channel import ChannelClosed, NotAMessage, quoted
 
 FANOUT: Final = 64  # ssh connections being set up at once
 
@@ -33,11 +34,16 @@ class Ssh:
         self.code = code
         self._turns = asyncio.Semaphore(fanout or FANOUT)
         self._started = NodeProcesses()
+        self._said: dict[int, Callable[[], bytes]] = {}
 
     def commands(self) -> list[list[str]]:
         """Return every ssh's command line."""
         agents = [agent_argv(self.python, self.code, "--node", str(node)) for node, _ in enumerate(self.nodes)]
         return [ssh_argv(host, self.hosts, self.ssh, argv) for host, argv in zip(self.nodes, agents, strict=True)]
+
+    def printed(self, slot: int) -> str:
+        """Return the end of what a node's shell or ssh has printed."""
+        return quoted(self._said[slot]()) if slot in self._said else ""
 
     async def start(self, gate: Gate) -> None:
         """Start all agents, up to `fanout` at once."""
@@ -57,9 +63,14 @@ class Ssh:
     async def _watch(self, node: int, child: Child, gate: Gate) -> None:
         errors = asyncio.create_task(child.read_errors())
         channel = await child.channel(node)
+        self._said[node] = lambda: b"\n".join((channel.printed, child.printed))
         try:
             await channel.wait_for_hello()
             gate.connected(channel)
+        except NotAMessage as error:
+            channel.close()
+            why = f"{error}; make its shell's start-up files silent for ssh"
+            gate.failed(node, UnreachableError(f"{self.nodes[node].name}: {why}"))
         except ChannelClosed:
             channel.close()
         finally:

@@ -1,12 +1,15 @@
 """Programs of users under a rank parent: the page and the pipe that they inherit, and what they may write there."""
 
+import os
+import signal
 import sys
 
 import pytest
 
 from muster.jobs.node.page import NEVER
+from muster.launch.common.processes import start_ticks
 from support.live import wait_until
-from support.warm import SLEEP, Warm
+from support.warm import SLEEP, STUBBORN, Warm
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -108,3 +111,89 @@ def test_a_program_may_write_anything_into_its_pipe_and_its_page(warm: Warm) -> 
     assert warm.next("report")["report"] == {"report": "joined"}
     assert warm.end_of(0)[0]["code"] == 0
     assert warm.looked().keys() == {1}
+
+
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    while not os.path.exists("go"):
+        time.sleep(0.001)
+    open("saved", "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True:
+    time.sleep(1000)
+"""
+RUNS = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+WRAPPERS = {
+    "sh": ["sh", "-c", '"$0" "$@"; exit $?'],
+    "bash in bash": ["bash", "-c", 'bash -c \'"$0" "$@"; exit $?\' "$0" "$@"; exit $?'],
+    "pipe": ["bash", "-c", '"$0" "$@" | (trap "" TERM; cat); exit $?'],
+    "python": [sys.executable, "-c", RUNS],
+    "trap": ["bash", "-c", 'trap "exit 0" TERM; "$0" "$@" & wait'],
+}
+
+
+@pytest.mark.parametrize("by_scheduler", [False, True], ids=["order", "scheduler"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_child_of_a_wrapper_has_the_whole_grace_time(warm: Warm, wrapper: str, by_scheduler: bool) -> None:
+    """SIGTERM to the group ends the wrapper, but not a program that saves. A scheduler's SIGTERM precedes the order."""
+    pids = warm.start(warm.rank(0, [*WRAPPERS[wrapper], sys.executable, "-c", SAVES]))
+    warm.wait_for_output(0)
+    by_scheduler = by_scheduler and wrapper != "trap"  # its 0 would be the regular end of the rank
+    if by_scheduler:
+        os.killpg(pids[0], signal.SIGTERM)
+        warm.end_of(0)
+    warm.tell({"do": "stop", "grace_s": 1000.0})
+    if not by_scheduler:
+        warm.end_of(0)
+    (warm.folder / "go").touch()
+    assert warm.next("swept")["left"] == []
+    assert (warm.folder / "saved").exists()
+
+
+def gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_what_a_failed_program_leaves_behind_is_killed_after_the_grace(warm: Warm) -> None:
+    """Its regular end kills the rest of its group at once."""
+    script = '"$0" -c "$1" & until [ -e ready ]; do sleep 0.01; done; exit $2'
+    code = STUBBORN + "open('ready', 'w').close(); time.sleep(1000)"
+    pids = warm.start(warm.rank(0, ["bash", "-c", script, sys.executable, code, "3"]), warm.rank(1, SLEEP))
+    assert warm.end_of(0)[0]["code"] == 3
+    assert not gone(pids[0])
+    warm.tell({"do": "stop", "grace_s": 0.1})
+    assert warm.end_of(1)[0]["sent"] == "SIGTERM"
+    assert warm.next("swept")["left"] == []
+    assert gone(pids[0])
+    (warm.folder / "ready").unlink()
+    pids = warm.start(warm.rank(0, ["bash", "-c", script, sys.executable, code, "0"]), warm.rank(1, SLEEP), attempt=1)
+    assert warm.end_of(0)[0]["code"] == 0
+    wait_until(lambda: gone(pids[0]), "the end of its group")
+    assert warm.stop(1)["left"] == []
+
+
+def test_a_session_that_ignores_term_outlives_its_shell_until_it_has_saved(warm: Warm) -> None:
+    """A scheduler's SIGTERM to all processes ends the shell. The rank has not ended before its session has."""
+    shell = ["bash", "-c", '"$0" "$@"; exit $?']
+    pids = warm.start(*(warm.rank(rank, [*shell, *PROGRAM, "deaf"]) for rank in range(3)))
+    for rank in range(3):
+        warm.wait_for_output(rank)
+        warm.next("report")
+    os.kill(pids[2], signal.SIGKILL)  # a failure
+    assert warm.end_of(2)[0]["signal"] == "SIGKILL"
+    for pid in (pids[0], pids[1]):
+        os.killpg(pid, signal.SIGTERM)
+    wait_until(lambda: not any(map(start_ticks, pids.values())), "the end of the shells")
+    assert warm.looked().keys() == {0, 1}
+    warm.tell({"do": "hold"})
+    wait_until(lambda: [each["held"] for each in warm.looked().values()] == [3, 3], "both ranks to hold")
+    warm.tell({"do": "stop_at", "steps": 4})
+    assert [(end["signal"], end["steps"]) for end in warm.end_of(0, 1)] == [("SIGTERM", 3)] * 2
+    assert warm.stop()["left"] == []

@@ -5,13 +5,14 @@ import json
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.basics import terminal
-from muster.jobs.basics.terminal import last_state, printable, rank_line, shown
+from muster.jobs.basics.terminal import LONGEST_SHOWN, cut, last_state, printable, rank_line, shown
 from support.terminals import ATTACKS, forbidden_in
 
 pytestmark = pytest.mark.slow
@@ -157,3 +158,53 @@ def test_what_is_printed_is_guarded_and_what_is_ours_goes_past(monkeypatch: pyte
 def test_megabytes_of_controls_take_linear_time(text: str) -> None:
     assert forbidden_in(shown(text)) == []
     assert forbidden_in(without_redrawing(rank_line(text))) == []
+
+
+MANY = {
+    "NUL": "\0",
+    "DEL": "\x7f",
+    "C1": "\x9b",
+    "ESC": "\x1b",
+    "unfinished": "\x1b[",
+    "hidden": "\x1b[8m",
+    "invalid colour": "\x1b[" + "38;5;1;" * 8 + "x",
+    "colour": "\x1b[31m",
+    "erase": "\x1b[K",
+    "carriage return": "\r",
+    "redrawn": " 10%|#\r",
+    "order": "\u202e",
+    "invisible": "\u200b\u2060",
+    "tags": "\U000e0041",
+    "surrogates": "\udcff",
+    "invalid UTF-8": "\ufffd",
+    "mixed": "a\0bc\x7f",
+    "lines": "\0\n",
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("sanitise", [printable, shown, rank_line, last_state])
+def test_text_full_of_controls_is_translated_in_stretches(kind: str, sanitise: Callable[[str], str]) -> None:
+    """A call per character cost 300 times as much as plain text, on the event loop of the supervisor."""
+    text, calls = MANY[kind] * (1 << 15), 0
+    expected = sanitise(MANY[kind] * 100)
+
+    def count(frame: object, event: str, what: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        found = sanitise(text)
+    finally:
+        sys.setprofile(None)
+    lines = text.count("\n") + text.count("\r\n") + 1
+    assert calls < len(text) / 20 + 4 * lines
+    assert found[:50] == expected[:50]
+    assert forbidden_in(without_redrawing(found)) == []
+
+
+def test_a_long_line_is_cut_and_of_a_redrawn_one_the_last_state_stays() -> None:
+    assert cut("a" * LONGEST_SHOWN) == "a" * LONGEST_SHOWN
+    assert cut("a" * (LONGEST_SHOWN + 1)) == "a" * LONGEST_SHOWN + f"… ({LONGEST_SHOWN + 1} characters)"
+    assert cut(" 10%|#\r" * LONGEST_SHOWN + "100%\r") == "100%"

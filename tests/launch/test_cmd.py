@@ -336,3 +336,44 @@ def test_a_line_that_is_pasted_twice_is_one_node(lines, shells, tmp_path) -> Non
     codes, said = shells.end()
     # The other line is turned away (78) if both dialled before one was let in, else it finds nobody who expects it.
     assert (codes[0], sorted(codes[1:])) in ((0, [0, 78]), (0, [0, 69])), said
+
+
+FLOOD = """
+import socket, struct, sys
+left = int(sys.argv[2])
+while left:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves no port in TIME_WAIT
+        try:
+            one.connect(("127.0.0.1", int(sys.argv[1])))
+            left -= 1
+        except ConnectionRefusedError:  # the run has not begun
+            continue
+"""
+CONNECTS = 10_000
+
+
+def test_strangers_who_connect_quickly_before_during_and_after_the_start_do_not_end_the_run(
+    lines, shells, tmp_path: Path
+) -> None:
+    """The supervisor's event loop must run between two connections, also while it expects no node."""
+    wait = f"until [ -e {tmp_path}/flooded ]; do sleep 0.1; done"
+    made = lines({"nodes": 2, "command": ["sh", "-c", wait]}, *HERE)
+    port = after("--port", made[0])
+    floods = [subprocess.Popen([sys.executable, "-c", FLOOD, port, str(CONNECTS)]) for _ in range(2)]
+    try:
+        for node in (0, 1):
+            shells.paste(made[node])
+        run = begun(tmp_path / "runs")
+        assert [flood.wait(90) for flood in floods] == [0, 0]
+        (tmp_path / "flooded").touch()
+        codes, said = shells.end()
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+    assert codes == [0, 0], said
+    assert "Traceback" not in "".join(said)
+    assert "no node is expected" in said[0]
+    assert [row["code"] for row in read_lines(run.attempts)] == [0]
+    assert not [row for row in read_lines(run.events) if "did not run for" in str(row.get("text"))]

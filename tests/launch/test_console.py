@@ -1,6 +1,7 @@
 """What `muster run` shows: plain output word for word, and what happens when nobody reads it any more."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.basics.terminal import guard
+from muster.jobs.basics.terminal import LONGEST_SHOWN, guard
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.plan.plan import NodePlan, RankPlan
 from muster.launch.records.verdict import RankEnd, Verdict, judge
 from muster.launch.supervision.console import MOST_LISTED, Console
+from support.live import LiveRun
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -258,3 +260,33 @@ def test_a_step_without_loss_or_total_is_drawn_all_the_same(monkeypatch: pytest.
     console.progress({"report": "progress", "step": 8, "rate": 2.0})
     console.end(DONE, 1.0, RUN, "")
     assert "2 steps/s" in capsys.readouterr().err
+
+
+def test_one_message_prints_a_bounded_number_of_characters(capsys) -> None:
+    """An agent of ours sends less at once; a node that does not keep to it must not block the event loop."""
+    Console().lines("out", ["a" * (2 * LONGEST_SHOWN), *["\0" * LONGEST_SHOWN] * 100])
+    first, *rest, last = capsys.readouterr().out.splitlines()
+    assert first == "a" * LONGEST_SHOWN + f"… ({2 * LONGEST_SHOWN} characters)"
+    assert set(rest) == {"\\x00" * LONGEST_SHOWN}
+    assert last == f"… ({101 - 1 - len(rest)} more lines)"
+
+
+OUTPUTS = {
+    "empty lines": r"yes '' | head -c 1000000",
+    "NUL without a newline": "head -c 5000000 /dev/zero",
+    "lines of DEL": r"head -c 5000000 /dev/zero | tr '\0' '\177' | fold -w 1000",
+    "invalid UTF-8": r"head -c 5000000 /dev/zero | tr '\0' '\377'",
+    "redrawn": r"yes '100%' | head -c 3000000 | tr '\n' '\r'",
+    "escapes": r"head -c 3000000 /dev/zero | tr '\0' '\033'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_a_run_ends_well_whatever_its_ranks_print(tmp_path: Path, kind: str) -> None:
+    """Very many short lines once did not fit into a message, so that the node was lost."""
+    live = LiveRun(tmp_path, json.dumps({"command": ["sh", "-c", OUTPUTS[kind] + "; echo; echo the end"]}))
+    assert live.end() == 0, live.err
+    assert live.out.endswith("\nthe end\n")
+    assert forbidden_in(live.out.replace("\r", "")) == []

@@ -151,6 +151,9 @@ class FakeAgents:
         for agent in self.agents.values():
             self._begin(agent)
 
+    def printed(self, slot: int) -> str:
+        return ""
+
     async def restart(self, slot: int, gate: Gate) -> None:
         self._listener.expect(slot)
         self.agents[slot] = FakeAgent(slot, ends=True)

@@ -53,6 +53,9 @@ class Boots:
         self.answers_at, self.error = answers_at, error
         self.starts = 0
 
+    def printed(self, slot: int) -> str:
+        return ""
+
     async def restart(self, slot: int, gate: Any) -> None:
         self.starts += 1
         if self.starts < self.answers_at:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.handshake import node_key
 from muster.launch.agent import dial, hello, line
-from muster.launch.wire.channel import CHATTER_LINES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket
+from muster.launch.wire.channel import LINE_BYTES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket, quoted
 from muster.launch.wire.listener import Listener
 from muster.launch.wire.messages import Bye, Held, Log, Start, Swept
 from support.agents import DEADLINE_S, LOOPBACK
@@ -243,11 +243,27 @@ async def test_one_who_reads_nothing_of_what_is_not_awaited_holds_little_memory(
 
 
 @CARRIERS
-async def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier) -> None:
+@pytest.mark.parametrize("between", [b"", b"done\n", b"\x1b[0m", b"[1]+  Done\n\x1b]0;n01\x07"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n',
+        b"\x1b]0;n01\x07",
+        b"motd\n\x1b[31m",
+        b'{"message": "Hello"} {"message": ',
+        b"y\n" * 100_000 + b"y",
+        bytes(LINE_BYTES + 1),
+    ],
+    ids=["lines", "title", "colour", "json", "many lines", "one long line"],
+)
+async def test_what_a_shells_start_files_print_is_passed_over(carrier, before: bytes, between: bytes) -> None:
+    """The text may stand before, behind or in one line with a message."""
     async with carrier() as (supervisor, agent):
-        agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line(hello("10.0.0.1")))
+        agent.writer.write(before + line(hello("10.0.0.1")))
+        agent.writer.write(between)
+        waiting = asyncio.create_task(supervisor.wait_for_hello())  # nobody else reads a large noise
         await agent.send(Swept(0, 0, ()))
-        await supervisor.wait_for_hello()
+        await waiting
         assert (await supervisor.receive_hello()).address == "10.0.0.1"
         assert await supervisor.receive() == Swept(0, 0, ())
 
@@ -264,7 +280,7 @@ async def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
 @pytest.mark.parametrize(
     ("chatter", "said"),
     [
-        (b"y\n" * CHATTER_LINES, "it sent no hello"),
+        (b"Password: ", "the connection ended"),
         (b"Welcome to n01!\n", "the connection ended"),
         (b"", "the connection ended"),
     ],
@@ -277,6 +293,22 @@ async def test_one_who_says_no_hello_is_given_up(carrier, chatter: bytes, said: 
         with pytest.raises(ChannelClosed) as caught:
             await supervisor.wait_for_hello()
         assert str(caught.value) == said
+        assert supervisor.printed == chatter
+
+
+async def test_one_who_prints_without_end_is_refused_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.launch.wire.channel.CHATTER_BYTES", 1 << 20)
+    async with piped() as (supervisor, agent):
+        agent.writer.write(b"y\n" * (1 << 20))
+        with pytest.raises(NotAMessage, match=r"its shell printed more than 1 MB; printed so far: ….* / y"):
+            await supervisor.wait_for_hello()
+        agent.abort()
+
+
+def test_printed_text_is_quoted_safely_and_in_one_line() -> None:
+    assert quoted(b"\x1b]0;n1\x07\r\n\n  Password: ") == "; printed so far: \\x1b]0;n1\\x07 / Password:"
+    assert quoted(b" \n") == ""
+    assert quoted(b"x" * 1000).endswith(f": …{'x' * 200}")
 
 
 # Without waiting ------------------------------------------------------------------------------------------------------

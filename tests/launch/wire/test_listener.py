@@ -14,9 +14,10 @@ import pytest
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.handshake import LONGEST, AgentSide, node_key
 from muster.launch.agent import dial, hello, line
-from muster.launch.wire import listener as module
+from muster.launch.wire import door as module
 from muster.launch.wire.channel import Channel, over_socket
 from muster.launch.wire.codec import encode
+from muster.launch.wire.door import Door
 from muster.launch.wire.listener import Listener
 from muster.launch.wire.messages import Held
 from support.agents import DEADLINE_S, LOOPBACK
@@ -192,7 +193,7 @@ async def test_more_connections_than_have_room_do_not_keep_an_agent_out(kind: st
     async with opened(2) as watched:
         async with attacked(watched.listener.port, 600, kind):
             await watched.meets(1)
-            assert len(watched.listener._handshakes) <= module.UNPROVED + 2
+            assert len(watched.listener._door._handshakes) <= module.UNPROVED + 2
             await watched.meets(0)
         await watched.until_refused(600 - module.UNPROVED - 2)
         assert any("too many connections" in text for text in watched.said)
@@ -274,6 +275,41 @@ async def test_a_process_without_a_free_descriptor_goes_on_listening() -> None:
         assert watched.refused < 200
 
 
+@pytest.mark.parametrize("expected", [False, True])
+async def test_other_tasks_run_between_the_connections_of_a_flood(expected: bool) -> None:
+    """All connections wait in the backlog: they were accepted in one turn of the loop while no node was expected."""
+    async with opened() as watched:
+        await watched.meets()
+        if expected:
+            watched.listener.expect(0)
+        held = [socket.create_connection((LOOPBACK, watched.listener.port)) for _ in range(400)]
+        for turns in range(1, 6):
+            await asyncio.sleep(0)
+            door = watched.listener._door
+            assert door._refused.total() + len(door._handshakes) <= (turns + 1) * module.ACCEPTS
+        for each in held:
+            each.close()
+        await watched.until_refused(400)
+        watched.listener.expect(0)
+        await watched.meets()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_port_that_is_closed_in_a_flood_reports_no_error(turns: int) -> None:
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: errors.append(about))
+    async with opened(2) as watched:
+        await watched.meets()
+        held = [socket.create_connection((LOOPBACK, watched.listener.port)) for _ in range(100)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert errors == []
+    for each in held:
+        each.close()
+
+
 # Who is expected ------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +317,7 @@ async def test_while_no_node_is_expected_nothing_is_read(monkeypatch: pytest.Mon
     async with opened() as watched:
         await watched.meets()
         with monkeypatch.context() as patch:
-            patch.setattr(Listener, "_admit", None)
+            patch.setattr(Door, "_admit", None)
             reader, writer = await asyncio.open_connection(LOOPBACK, watched.listener.port)
             writer.write(b"muster/1 agent 0 aa bb\n")
             with suppress(ConnectionResetError):
