@@ -105,6 +105,7 @@ def read_job(payload: Mapping[str, Any]) -> "Job":
 def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Reporter) -> int:
     """Train in one attempt, with the state that `living` has from the last one, or another rank, or a checkpoint."""
     env, job = ranks.read(os.environ), read_job(payload)
+    reporter.attempt = env.attempt
     in_place = payload.get("in_place")
     start = TrainStart(
         run_of(env),

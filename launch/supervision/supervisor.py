@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from muster.jobs.basics import exits
@@ -247,7 +248,8 @@ class Supervisor:
             if slot not in regrouping.slots and self.run_nodes.nodes[slot].is_alive:
                 self.run_nodes.send(slot, StopRanks(self._current.number, 0.0))
         joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
-        kept = {**self._current.story.newest, "joining": joining}
+        done = self._current.story.last_step(self._current.roster.nodes)
+        kept = {**self._current.story.newest, "joining": joining, "done": done}
         self._turn(regrouping.slots, {"in_place": kept, "resume": self.reloaded}, regrouping)
         if self.reloaded is not None:
             self._tell_resuming(self.reloaded)
@@ -372,10 +374,12 @@ class Supervisor:
             step = self.memory.take(slot, message, self.context.attempt, self.slots)
             if step is not None and attempt is not None:
                 attempt.story.copied_step = step
-        elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
-            attempt.take(self.rank_of[slot], message)
-        elif attempt is not None and isinstance(message, Reached) and message.attempt == attempt.number:
+        elif attempt is None or message.attempt != attempt.number:
+            return
+        elif isinstance(message, Reached) and (slot in self.reserve.asked or slot not in self.rank_of):
             self.reserve.reached(slot, message, attempt, self.slots, time.monotonic())
+        elif slot in self.rank_of:
+            attempt.take(self.rank_of[slot], message)
 
     def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.run_nodes.nodes[slot]
@@ -432,10 +436,10 @@ class Supervisor:
 
     def _tend_reserve(self, attempt: Attempt, now: float) -> None:
         """Restart lost nodes' agents. Once the job can use more nodes than it has, save and continue on more."""
-        used = () if attempt.is_over() else self.slots
+        used = () if attempt.is_over() else self.succession.used(attempt, self.slots)
         self.reserve.tick(now, attempt, used)
         missing = self.job.nodes - len(used)
-        fit = self.reserve.ready(now, missing) if missing else []
+        fit = [slot for slot in self.reserve.ready(now, missing) if slot not in used] if missing else []
         if not used or self._tend_joiners(attempt, fit) or not fit:
             return
         choice = self.succession.choose(used, [*used, *fit])
@@ -462,7 +466,7 @@ class Supervisor:
         except MusterError as error:
             self.log.event("not_joined", attempt=attempt.number, rank=min(numbers), why=str(error))
             return False
-        attempt.start_joiners(starts, lambda: self.succession.regrouped(attempt, self.slots))
+        attempt.joiners.start(starts, partial(self.succession.regrouped, attempt, self.slots), self.job.start_timeout_s)
         return True
 
     def _on_stop(self, request: StopRequest) -> None:
