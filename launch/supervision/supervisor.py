@@ -162,8 +162,8 @@ class Supervisor:
         on_disk = None if refused is not None else self.context.options.get("resume")
         chosen = on_disk
         if self.memory.is_on and self.attempt is not None:
-            after, number = on_disk["step"] if on_disk else 0, self.context.attempt
-            chosen = await self.memory.load(self._wait, after, number, self.slots, self.job.start_timeout_s) or on_disk
+            about = (on_disk["step"] if on_disk else 0, self.context.attempt, self.slots, self.job.start_timeout_s)
+            chosen = await self.memory.load(self._wait, *about, forgets=True) or on_disk
         if chosen is None and refused is not None:
             self.log.attempt_ended(self.context.attempt, refused, time.time())
             return refused
