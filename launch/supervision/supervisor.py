@@ -47,6 +47,7 @@ from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reloading import reload
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
+from muster.launch.supervision.space import wait_for_space
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
@@ -288,8 +289,7 @@ class Supervisor:
 
     async def _prepare(self, decision: Decision, choice: NodeChoice) -> bool:
         """Wait for the delay, restart agents if needed, and place the next attempt; return False on a stop request."""
-        until = time.monotonic() + decision.delay_s
-        await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
+        await wait_for_space(self.run_dir, self.log, self._pump, lambda: self.stop is not None, decision.delay_s)
         choice = self.succession.choose(self.slots) or choice  # meanwhile nodes may have been lost or have returned
         if choice.revive:
             await self._revive()
