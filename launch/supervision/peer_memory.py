@@ -10,6 +10,7 @@
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from muster.jobs.basics.words import counted, spell_ranks
@@ -160,14 +161,7 @@ class PeerMemory:
         return self.why_lost(-1) or "no checkpoint is complete in the memory of the nodes"
 
     async def load(
-        self,
-        until: Wait,
-        after: int,
-        attempt: int,
-        slots: Sequence[Slot],
-        limit_s: float,
-        *,
-        forgets: bool = False,
+        self, until: Wait, after: int, attempt: int, slots: Sequence[Slot], limit_s: float, *, forgets: bool = False
     ) -> Chosen | None:
         """Choose a checkpoint newer than step `after`, and have the nodes of the next attempt get it.
 
@@ -175,39 +169,32 @@ class PeerMemory:
         added to the time that the slowest expected network needs. If a newer checkpoint becomes complete meanwhile,
         choose it. `forgets`: if there is none, the next attempt begins without one, so delete them all.
         """
-        self._is_loading = True
+        why, tried = self.why_lost(after), set[str]()
         try:
-            return await self._load(until, after, attempt, slots, limit_s, forgets)
+            while found := next((each for each in self.candidates(after) if each.name not in tried), None):
+                self._is_loading, self._is_newer = True, False
+                deadline = time.monotonic() + self._fetch(found, attempt, slots) + limit_s
+                if not await until(partial(self._is_decided, found, deadline)):
+                    return None
+                if self._is_newer:
+                    continue
+                tried.add(found.name)
+                late = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(self._fetching - self._answers.keys()))))
+                chosen = self._fetched(found) or f"{late} did not get {found.name} in time"
+                if not isinstance(chosen, str):
+                    self._begin_from(found.name, attempt)
+                    return chosen
+                why = chosen
         finally:
             self._is_loading = False
-
-    async def _load(
-        self, until: Wait, after: int, attempt: int, slots: Sequence[Slot], limit_s: float, forgets: bool
-    ) -> Chosen | None:
-        why, tried = self.why_lost(after), set[str]()
-        while found := next((each for each in self.candidates(after) if each.name not in tried), None):
-            self._is_newer = False
-            deadline = time.monotonic() + self._fetch(found, attempt, slots) + limit_s
-
-            def is_decided() -> bool:
-                return self._is_newer or self._fetched(found) is not None or time.monotonic() > deadline  # noqa: B023
-
-            if not await until(is_decided):
-                return None
-            if self._is_newer:
-                continue
-            tried.add(found.name)
-            late = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(self._fetching - self._answers.keys()))))
-            chosen = self._fetched(found) or f"{late} did not get {found.name} in time"
-            if not isinstance(chosen, str):
-                self._begin_from(found.name, attempt)
-                return chosen
-            why = chosen
         if why:
             self.log.tell("not_in_memory", attempt=attempt, why=why)
         if forgets:
             self._begin_from("", attempt)
         return None
+
+    def _is_decided(self, found: InMemory, deadline: float) -> bool:
+        return self._is_newer or self._fetched(found) is not None or time.monotonic() > deadline
 
     def _fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
         """Order the nodes of the next attempt, and those with shards, to prepare its reading; return the time limit.

@@ -13,22 +13,18 @@ from muster.launch.records.eventlog import EventLog
 NEEDED_BYTES: Final = 1 << 18
 PATIENCE_S: Final = 60.0
 LOOK_S: Final = 0.5
-PROBE: Final = "space"
+
+Pump = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 async def wait_for_space(
-    run: RunDir,
-    log: EventLog,
-    pump: Callable[[Callable[[], bool]], Awaitable[None]],
-    is_void: Callable[[], bool],
-    delay_s: float = 0.0,
+    run: RunDir, log: EventLog, pump: Pump, is_void: Callable[[], bool], delay_s: float = 0.0
 ) -> None:
-    """Wait for `delay_s`, and then until the run folder's disk has space, for PATIENCE_S at most.
+    """Wait for `delay_s`, then until the run folder's disk has space. After PATIENCE_S more the attempt may fail.
 
-    If it has none then, the attempt fails. `pump` handles events until a condition is true. `is_void`: no attempt
-    follows.
+    `pump` handles events until a condition is true. `is_void`: no attempt follows.
     """
-    next_look, is_told = time.monotonic() + delay_s, False
+    probe, next_look, is_told = run.nonce("space"), time.monotonic() + delay_s, False
     deadline = next_look + PATIENCE_S
 
     def is_done() -> bool:
@@ -40,11 +36,11 @@ async def wait_for_space(
             return False
         next_look = now + LOOK_S
         try:
-            reserve(run.nonce(PROBE), NEEDED_BYTES)
+            reserve(probe, NEEDED_BYTES)
         except StorageError as error:
             if not is_told:
-                is_told = True
                 log.tell("warning", text=f"{error}; the next attempt waits up to {PATIENCE_S:g} s for it")
+            is_told = True
             return False
         except MusterError:  # another reason, which the attempt will report
             return True
@@ -52,4 +48,4 @@ async def wait_for_space(
 
     await pump(is_done)
     with suppress(OSError):
-        run.nonce(PROBE).unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)

@@ -37,34 +37,28 @@ async def two_join(box: PlayedNodes) -> dict[int, int]:
     return slots_of(box, number)
 
 
-def test_two_join_when_both_are_ready(tmp_path: Path) -> None:
-    async def script(box: PlayedNodes) -> None:
-        slots = await two_join(box)
-        box.ready(slots[2])
-        box.ready(slots[3])
-        await box.event("first_step", attempt=3)
-
-    assert sizes(PlayedNodes(tmp_path).play(script)) == [4, 3, 2, 4]
-
-
-@pytest.mark.parametrize("how", ["its node", "it alone", "before the other is ready"])
+@pytest.mark.parametrize("how", ["its node", "it alone", "late", "before the other is ready"])
 def test_a_joiner_joins_without_the_one_that_was_lost(tmp_path: Path, how: str) -> None:
     async def script(box: PlayedNodes) -> None:
         slots = await two_join(box)
         if how != "before the other is ready":
             box.ready(slots[2])
-        if how == "it alone":
+        if how == "late":
+            box.supervisor._current.joiners.deadline = time.monotonic()
+        elif how == "it alone":
             box.kill(slots[3], 3)
         else:
             box.lose(slots[3])
-        await box.event("not_joined", rank=3)
-        if how == "before the other is ready":
-            box.ready(slots[2])
+        why = (await box.event("not_joined", rank=3))["why"]
+        assert ("not ready within 60 s" in why) == (how == "late")
+        box.ready(slots[2])
         (joining,) = (await box.event("joining", attempt=3))["joiners"]
         box.ready(slots_of(box, 3)[joining])
         await box.event("first_step", attempt=4)
 
-    assert sizes(PlayedNodes(tmp_path).play(script)) == [4, 3, 2, 3, 4]
+    box = PlayedNodes(tmp_path)
+    assert sizes(box.play(script)) == [4, 3, 2, 3, 4]
+    assert box.events("stopping", attempt=2) == []
 
 
 def test_a_joiner_waits_for_another_if_the_job_cannot_run_with_one(tmp_path: Path) -> None:
@@ -77,21 +71,6 @@ def test_a_joiner_waits_for_another_if_the_job_cannot_run_with_one(tmp_path: Pat
         await box.event("attempt", attempt=number + 1, world_size=4)
 
     assert 3 not in sizes(PlayedNodes(tmp_path, virtual_ranks=4).play(script))
-
-
-def test_joiners_that_are_not_ready_in_time_are_ended_and_others_are_started(tmp_path: Path) -> None:
-    async def script(box: PlayedNodes) -> None:
-        slots = await two_join(box)
-        box.ready(slots[2])
-        box.supervisor._current.joiners.deadline = time.monotonic()
-        assert "not ready within 60 s" in (await box.event("not_joined", rank=3))["why"]
-        await box.event("joining", attempt=3, joiners=[3])
-        box.ready(next(iter(slots_of(box, 3).values())))
-        await box.event("first_step", attempt=4)
-
-    box = PlayedNodes(tmp_path)
-    assert sizes(box.play(script)) == [4, 3, 2, 3, 4]
-    assert box.events("stopping", attempt=2) == []
 
 
 @pytest.mark.parametrize("what", ["waiting", "joined", "replicas", "exited"])
@@ -133,8 +112,7 @@ def test_a_rank_is_lost_while_others_join(tmp_path: Path, moment: str, of: str) 
             box.kill(trains, box.agents[trains].ranks[0])
         else:
             box.lose(slots[3] if "joiner" in of else trains)
-        number = box.supervisor.context.attempt + (of != "the node of the joiner" or moment != "starting")
-        while not [row for row in box.events("attempt", world_size=4) if row["attempt"] > max(number, 2)]:
+        while not [row for row in box.events("attempt", world_size=4) if row["attempt"] > (3 if box.stuck else 2)]:
             for agent in box.agents:
                 box.ready(agent.slot)
             await asyncio.sleep(0.01)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.eventlog import EventLog
@@ -76,20 +75,18 @@ def memory(tmp_path: Path) -> Memory:
 
 
 def test_one_that_becomes_complete_while_the_one_before_is_fetched_is_chosen(memory: Memory) -> None:
-    deletes = len(memory.orders(wire.Complete))
     chosen = memory.load(
         lambda: memory.fetched(NEW, "a shard is missing"),  # each shard was on one node
         lambda: memory.complete(NEWEST),
         lambda: memory.fetched(NEWEST),
     )
-    assert chosen is not None
     assert [each.name for each in memory.orders(wire.Fetch)] == [NEW, OLD, NEWEST]
+    assert chosen is not None
     assert (chosen["checkpoint"], memory.memory.complete) == (NEWEST, NEWEST)
-    assert [(each.name, each.only) for each in memory.orders(wire.Complete)[deletes:]] == [(NEWEST, True)]
+    assert [(each.name, each.only) for each in memory.orders(wire.Complete)] == [(OLD, False), (NEWEST, True)]
 
 
 def test_the_one_before_is_kept_until_another_one_is_there(memory: Memory) -> None:
-    deletes = len(memory.orders(wire.Complete))
     chosen = memory.load(
         lambda: memory.complete(NEW),  # it was being fetched already, with one node for each shard
         lambda: memory.fetched(NEW, "a shard is missing"),
@@ -97,26 +94,13 @@ def test_the_one_before_is_kept_until_another_one_is_there(memory: Memory) -> No
     )
     assert chosen is not None
     assert chosen["checkpoint"] == OLD
-    assert [(each.name, each.only) for each in memory.orders(wire.Complete)[deletes:]] == [(OLD, True)]
+    memory.complete("step-00000012.a002")  # as before
+    found = [(each.name, each.only) for each in memory.orders(wire.Complete)]
+    assert found == [(OLD, False), (OLD, True), ("step-00000012.a002", False)]
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_if_no_node_gets_any_all_are_kept_for_the_restart_which_forgets_them(memory: Memory, forgets: bool) -> None:
+def test_if_no_node_gets_any_all_are_kept_for_the_restart_which_forgets_them(memory: Memory) -> None:
     failing = [lambda name=name: memory.fetched(name, "n1: timed out") for name in (NEW, OLD)]
-    assert memory.load(*failing, forgets=forgets) is None
-    assert [each.name for each in memory.memory.candidates(-1)] == ([] if forgets else [NEW, OLD])
-    (told,) = [row for row in read_lines(memory.run.events) if row["event"] == "not_in_memory"]
-    assert "n1: timed out" in told["why"]
-    if not forgets:
-        again = memory.load(lambda: memory.fetched(NEW), forgets=True)
-        assert again is not None
-        assert again["checkpoint"] == NEW
-
-
-def test_after_the_choice_the_next_one_is_marked_as_before(memory: Memory) -> None:
-    assert memory.load(lambda: memory.fetched(NEW)) is not None
-    name = "step-00000012.a002"
-    for slot in SLOTS:
-        for writer in SLOTS:
-            memory.kept(slot, name, writer)
-    assert [(each.name, each.only) for each in memory.orders(wire.Complete)][-1] == (name, False)
+    for forgets, left in ((False, [NEW, OLD]), (True, [])):
+        assert memory.load(*failing, forgets=forgets) is None
+        assert [each.name for each in memory.memory.candidates(-1)] == left
