@@ -86,6 +86,12 @@ def has_commits(run: RunDir) -> bool:
     )
 
 
+def newest_step(run: RunDir) -> int:
+    """Return the step of a run's newest committed checkpoint, which may be damaged; 0 if there is none."""
+    found = (step_and_attempt(path.name) for path in run.checkpoints.glob("step-*") if _is_committed(path))
+    return max((each[0] for each in found if each is not None), default=0)
+
+
 def _is_committed(path: Path) -> bool:
     try:
         CheckpointDir(path).manifest.lstat()

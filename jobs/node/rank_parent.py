@@ -5,7 +5,8 @@ The agent and the rank parent exchange JSON lines over one socket. From the agen
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
     {"do": "start", "attempt": n, "ranks": [RankStart...]}    with "adopt": r, rank r of the last attempt continues;
                                                               "steps": those of the checkpoint it loads, or null
-    {"do": "start", "attempt": n, "joins": true, "ranks": [RankStart...]}    also start these, which wait for an order
+    {"do": "start", "attempt": n, "joins": true, "ranks": [RankStart...]}    also start these, which wait for an order;
+                                                              those of an earlier attempt end
     {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep.
                                                     The group of a program has the grace even if its leader ends first
     {"do": "look"}                  report the progress of every rank
@@ -157,8 +158,9 @@ class RankParent:
         for rank in self.orphaned:  # of an attempt that was never stopped
             rank.send(signal.SIGKILL)
         self.orphaned = []
+        joins = message.get("joins") and attempt == self.attempt
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
-        dead = [] if message.get("joins") else self._adopt(adopted)
+        dead = [] if joins else self._adopt(adopted)
         self.memory |= {start["env"][MEMORY] for start in message["ranks"] if MEMORY in start["env"]}
         rank_parent = os.getpid()
         for start in message["ranks"]:
@@ -191,7 +193,8 @@ class RankParent:
         gone: dict[str, Any] = {"code": None, "signal": "SIGKILL", "sent": None, "failure": {}, "steps": None}
         gone["ended"] = time.time()
         dead = [
-            {**self.dead.get(each, gone), "exited": start["rank"]}
+            # the steps behind the checkpoint from which the others continue are those of the last attempt
+            {**self.dead.get(each, gone), **_steps_of(start), "exited": start["rank"]}
             for each, start in chosen.items()
             if each not in before
         ]
@@ -243,7 +246,9 @@ class RankParent:
             self.selector.unregister(rank.pipe)
             return
         for report in reports:
-            self._send({"report": report, "rank": rank.rank})
+            current = report.pop("attempt", self.attempt) == self.attempt  # else its numbers are those of another one
+            if current or report["report"] == "saved":
+                self._send({"report": report, "rank": rank.rank})
 
     def _reap(self) -> None:
         while True:
@@ -345,3 +350,7 @@ class RankParent:
             self.agent.sendall((json.dumps({**message, "attempt": self.attempt}) + "\n").encode())
         except (BrokenPipeError, ConnectionError):
             return  # `_read_agent` will find the socket closed, and stop the ranks
+
+
+def _steps_of(start: Mapping[str, Any]) -> dict[str, int]:
+    return {} if start.get("steps") is None else {"steps": start["steps"]}

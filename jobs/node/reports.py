@@ -14,6 +14,8 @@
     {"report": "missed", "step": 80, "missed": 1, "message": "..."}     a save failed, the first in a row
     {"report": "failed", "kind": "ValueError", "message": "...", "peer": false, "time": 1700000000.0}
 
+A rank that can continue in the next attempt adds its attempt, so that a late report does not count for the next one.
+
 `peer` is true if the failure is a lost connection to another rank. Such a rank is a victim if any other rank failed for
 a reason of its own. Without the pipe (torchrun, srun) all reports are dropped. Reports to a full pipe are dropped too,
 because reporting must never slow a step. Any rank sends `waiting`, `missed` and `failed`; the other reports after
@@ -39,6 +41,7 @@ class Reporter:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self.attempt: int | None = None  # of a rank that can continue in the next one, and may report late
         self.descriptor = ranks.inherited(environ, ranks.STATUS_FD)
         if self.descriptor is not None:
             os.set_blocking(self.descriptor, False)
@@ -125,6 +128,8 @@ class Reporter:
     def _send(self, report: dict[str, Any]) -> None:
         if self.descriptor is None:
             return
+        if self.attempt is not None and report["report"] != "failed":
+            report["attempt"] = self.attempt
         try:
             os.write(self.descriptor, (json.dumps(report) + "\n").encode())
         except (BlockingIOError, BrokenPipeError):

@@ -104,7 +104,7 @@ def with_copies(saver: Saver[Part], memory: RunDir | None) -> NotSaving:
         if saver.world.rank == 0:
             print("checkpoint.memory_every_steps has no effect, because no agent of Muster started the ranks")
         return saver
-    often, target = PlainPolicy(every_steps=every), replace(saver.target, run=memory, began_from=None)
+    often, target = PlainPolicy(every_steps=every), replace(saver.target, run=memory, began_from=None, saved=None)
     schedule = SaveSchedule(often, target.step)
     common = (saver.held, saver.room, saver.world, schedule, saver.describe, saver.reporter)
     return SavesTwice(saver, MemorySaver(target, often, *common))
@@ -156,7 +156,7 @@ class SavesTwice(NotSaving):
         self.memory.pass_on(done, losses)
         self.disk.settle()
 
-    def abandon(self) -> None:
-        """Stop saving, and give up the saves in flight."""
+    def abandon(self) -> int:
+        """Stop saving, and give up the saves in flight. Return the newest step that this rank began to save on disk."""
         self.memory.abandon()
-        self.disk.abandon()
+        return self.disk.abandon()

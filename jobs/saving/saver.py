@@ -103,6 +103,10 @@ class Target:
     began_from: str | None = None
     step: int = 0  # steps done before this attempt
     parent: str | None = None  # the newest checkpoint; `began_from` is None if the state came from living ranks
+    # Set if ranks continue in place: the step of the newest checkpoint. `begun`: the newest step that this rank began
+    # to save before.
+    saved: int | None = None
+    begun: int = 0
 
 
 @dataclass
@@ -153,8 +157,9 @@ class NotSaving:
         """Stop saving on this rank, before other ranks take over its state."""
         self.settle()
 
-    def abandon(self) -> None:
-        """Stop saving, and give up the save in flight."""
+    def abandon(self) -> int:
+        """Stop saving, and give up the save in flight. Return the newest step that this rank began to save."""
+        return 0
 
 
 class Saver(NotSaving, Generic[Part]):
@@ -186,6 +191,11 @@ class Saver(NotSaving, Generic[Part]):
         self.reporter = reporter
         self.patience_s = patience_s
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
+        self.begun = target.begun
+        self.overdue = False  # a failure has interrupted the last save, so rank 0 makes it at once
+        if target.saved is not None:
+            self.due = target.step + 1
+            self.overdue = max(target.begun, schedule.last_due(target.step)) > target.saved
         self.agreed = False
         self.safe = target.step if target.began_from else NONE  # newest step that this rank has saved
         self.parent = target.parent or target.began_from
@@ -209,7 +219,7 @@ class Saver(NotSaving, Generic[Part]):
         """
         self._look()
         saves, due = self.schedule.ask(done)
-        saves = saves or (self.world.rank == 0 and self.target.run.save.exists())
+        saves = saves or self.overdue or (self.world.rank == 0 and self.target.run.save.exists())
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
@@ -219,7 +229,7 @@ class Saver(NotSaving, Generic[Part]):
         failed = [rank for rank, (_, step, *_) in enumerate(notes) if self.flight and step == self.flight.order.step]
         if failed and self.writer is not None:
             self.writer.give_up(int(notes[failed[0]][1]))  # the failed rank will never write its part
-        self.due = int(due)
+        self.due, self.overdue = int(due), False
         self.agreed = bool(saves) and not busy and sound  # a state with a bad loss must not replace good checkpoints
         if saves and busy:
             self._skip(done, busy)
@@ -286,9 +296,10 @@ class Saver(NotSaving, Generic[Part]):
         page.own.enter(Phase.SAVE)
         self.world.meet()
 
-    def abandon(self) -> None:
-        """Stop saving, and give up the save in flight."""
+    def abandon(self) -> int:
+        """Stop saving, and give up the save in flight. Return the newest step that this rank began to save."""
         self.close()
+        return self.begun
 
     def close(self) -> None:
         """End the writer and free the memory."""
@@ -309,7 +320,7 @@ class Saver(NotSaving, Generic[Part]):
             self.snapshot = self.room(parts)
 
     def _save(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        began_s = time.perf_counter()
+        began_s, self.begun = time.perf_counter(), done
         parts = self.held()
         if self.writer is None or self.snapshot is None or [part.piece for part in parts] != self.snapshot.pieces:
             self._prepare()

@@ -50,6 +50,11 @@ class SaveSchedule:
         mtbf_s = mean_time_between_failures(self.elapsed_s + self.clock() - self.began_s, self.failures)
         return young_daly(self.stall_s, mtbf_s, step_s=self._step_s, save_s=self.save_s)
 
+    def last_due(self, done: int) -> int:
+        """Return after how many of `done` steps the last save was due; 0 if none was, or the clock decides."""
+        every = self.settings.every_steps
+        return 0 if every is None else done // every * every
+
     def ask(self, done: int) -> tuple[bool, int]:
         """Return whether to save now, after `done` steps, and after how many steps the next save is due."""
         if self.settings.every_steps is not None:

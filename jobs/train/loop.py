@@ -159,7 +159,7 @@ def abandoning(saving: NotSaving, metrics: Metrics, living: LivingState) -> Iter
         yield
     except Exception:
         if living.stays:
-            saving.abandon()
+            living.begun = saving.abandon()
             with suppress(ValueError):  # the times of an incomplete step
                 metrics.flush()
             living.carried = metrics.carry()

@@ -26,6 +26,7 @@ from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.files import write_json
 from muster.jobs.basics.sections import replaced, values
 from muster.jobs.basics.words import counted
+from muster.jobs.checkpoint.choose import newest_step
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node import orders
@@ -105,6 +106,7 @@ def read_job(payload: Mapping[str, Any]) -> "Job":
 def run_attempt(payload: Mapping[str, Any], living: LivingState, reporter: Reporter) -> int:
     """Train in one attempt, with the state that `living` has from the last one, or another rank, or a checkpoint."""
     env, job = ranks.read(os.environ), read_job(payload)
+    reporter.attempt = env.attempt
     in_place = payload.get("in_place")
     start = TrainStart(
         run_of(env),
@@ -373,7 +375,8 @@ def build_saver(
 
     elapsed_s, failures = failures_so_far(start.run)
     schedule = SaveSchedule(settings, first, elapsed_s=elapsed_s, failures=failures)
-    target = Target(start.run, start.attempt, began_from, first, parent)
+    saved = None if start.in_place is None else newest_step(start.run) if trainer.world.rank == 0 else 0
+    target = Target(start.run, start.attempt, began_from, first, parent, saved, living.begun)
     room = partial(MemorySnapshot, device=trainer.world.device)
     held, world = trainer.engine.held_state, trainer.world
     return with_copies(Saver(target, settings, held, room, world, schedule, describe, reporter), memory_run())

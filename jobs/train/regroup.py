@@ -123,6 +123,7 @@ class LivingState:
         # this rank has trained, or was ordered to join: after a lost connection, an order comes
         self._can_wait = False
         self.regroups = False  # this attempt continues in place
+        self.begun = 0  # the newest step that this rank began to save on disk
         self.carried: list[CarriedStep] = []  # steps of the last attempt that the ranks have not reported together
         self._in_step = False
         self._has_passed = False  # the process has passed to another attempt, and completed no step in it

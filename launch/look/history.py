@@ -88,6 +88,7 @@ class _Told:
 
     row: dict[str, Any]
     span: int
+    in_place: bool = False  # it began with ranks of the attempt before
     resuming: dict[str, Any] = field(default_factory=dict)
     regrouped: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class EventsOfAttempts:
         self.spans: list[list[float]] = []
         self._submitted = 0.0
         self._ahead: dict[int, dict[str, Any]] = {}
+        self._in_place: set[int] = set()
 
     def take(self, row: dict[str, Any]) -> None:
         """Process the next row."""
@@ -113,15 +115,18 @@ class EventsOfAttempts:
             self._submitted = now
         elif event == "resuming" and attempt is not None:
             self._ahead[attempt] = row
+        elif event == "restarting" and attempt is not None and row.get("in_place"):
+            self._in_place.add(attempt)
         elif event == "attempt" and attempt is not None:
             if (self._submitted or not self.spans) and len(self.spans) < MOST_ATTEMPTS:
                 self.spans.append([self._submitted or now, now])
             self._submitted = 0.0
-            self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
+            ahead, in_place = self._ahead.get(attempt, {}), attempt in self._in_place
+            self.told[attempt] = _Told(row, len(self.spans) - 1, in_place, ahead)
         elif (event == "attempt_ended" and attempt is not None and attempt not in self.told) and (
             self.spans and not self._submitted
         ):  # no `attempt` row, because some node never connected
-            self.told[attempt] = _Told(row, len(self.spans) - 1, self._ahead.get(attempt, {}))
+            self.told[attempt] = _Told(row, len(self.spans) - 1, resuming=self._ahead.get(attempt, {}))
         if self._submitted or attempt not in self.told or (event == "ended" and not self.told[attempt].judged):
             return  # skip the rows of a queued run, and the last row of a lost run, which another process wrote
         self.spans[self.told[attempt].span][1] = self.told[attempt].last_time = now
@@ -143,9 +148,9 @@ def read_history(run: RunDir, state: RunState, events: EventsOfAttempts | None =
     rows = {row["attempt"]: row for row in typed_lines(run.attempts) if "attempt" in row}
     newest = max({*told, *rows}, default=None)
     lost = UNSEEN if state.transport == DIRECT else SUPERVISOR_LOST
-    records = []
+    records: list[AttemptRecord] = []
     for attempt in sorted({*told, *rows}):
-        record = _of_row(rows[attempt]) if attempt in rows else _of_events(run, attempt, told[attempt])
+        record = _of_row(rows[attempt]) if attempt in rows else _of_events(run, attempt, told[attempt], records)
         if attempt not in rows and (attempt != newest or state.is_over):
             ended = _last_sign(run, attempt, told[attempt])
             record = replace(record, ended=ended, class_name="lost", code=None, cause=lost)
@@ -220,20 +225,22 @@ def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
     )
 
 
-def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
-    """Build the record of an attempt that has no row in attempts.jsonl."""
+def _of_events(run: RunDir, attempt: int, told: _Told, before: Sequence[AttemptRecord]) -> AttemptRecord:
+    """Build the record of an attempt that has no row in attempts.jsonl. `before`: the earlier ones."""
     _, newest = first_and_last_step(run, attempt)
-    from_step = told.regrouped.get("step") or told.resuming.get("step") or 0
+    living = told.in_place and not told.resuming and bool(before)
+    done = before[-1].last_step if living else None  # the state that living ranks have, until they report it
+    from_step = told.regrouped.get("step") or told.resuming.get("step") or done or 0
     saved, origin = told.saved.get("step"), told.resuming.get("checkpoint")
     if origin and told.resuming.get("memory") is True:
         origin += IN_MEMORY
-    last = max((step for step in (newest.get("step"), saved) if step is not None), default=None)
+    last = max((step for step in (newest.get("step"), saved, done) if step is not None), default=None)
     return AttemptRecord(
         attempt=attempt,
         started=told.row.get("time"),
         world_size=told.row.get("world_size"),
         hosts=tuple(told.row.get("hosts", ())),
-        origin=LIVING if told.regrouped else origin,
+        origin=LIVING if told.regrouped or living else origin,
         from_step=from_step,
         last_step=last,
         saved_step=saved,

@@ -96,6 +96,8 @@ class Agent:
             case wire.Start():
                 await self._turn_to(message.attempt)
                 self.starting = self._spawn(self._begin(self.attempt, message))
+                if any("adopt" in start for start in message.ranks):  # the next attempt builds on these orders
+                    await self.starting
             case wire.StopRanks():
                 await self._stop(message)
             case wire.Hold() if self._is_running(message.attempt):
@@ -195,10 +197,17 @@ class Agent:
     async def _turn_to(self, number: int) -> None:
         """Switch to attempt `number`, unless it is the current one."""
         if number != self.attempt.number:
+            await self._end_start()
             await self.attempt.close()
             self._close_listening()
             self.before |= set(self.attempt.pids.values())
             self.attempt = self._new_attempt(number)
+
+    async def _end_start(self) -> None:
+        """Cancel a start that is in progress: its setup lines may still be running."""
+        if self.starting is not None and not self.starting.done():
+            self.starting.cancel()
+            await asyncio.gather(self.starting, return_exceptions=True)
 
     def _close_listening(self) -> None:
         if self.listening is not None:
@@ -206,7 +215,7 @@ class Agent:
             self.listening = None
 
     async def _begin(self, attempt: NodeAttempt, message: wire.Start) -> None:
-        if message.joins and attempt.start is not None:
+        if message.joins and attempt.start is not None and self.rank_parent.is_open:
             attempt.extend(message)
             await self._order_start(attempt, message)
             return
@@ -245,9 +254,7 @@ class Agent:
         if message.attempt != self.attempt.number:  # the message is about an attempt that never started here
             await self.channel.send(wire.Swept(message.attempt, 0, ()))
             return
-        if self.starting is not None and not self.starting.done():
-            self.starting.cancel()  # the setup lines may still be running
-            await asyncio.gather(self.starting, return_exceptions=True)
+        await self._end_start()
         self._close_listening()
         self.attempt.tell_programs(message)
         if self.rank_parent.is_open:

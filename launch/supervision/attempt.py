@@ -11,7 +11,7 @@ the nodes.
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from signal import SIGTERM
 from typing import Final
@@ -83,11 +83,10 @@ class Attempt:
         self.stays = stays  # returns how the other ranks continue after a failure, or why they cannot
         self.regrouping: Regrouping | None = None  # the ranks continue in the next attempt
         self.spread = Spread()  # which ranks have the state
-        self.joiners = Joiners(self.number, self.roster, log)
+        self.joiners = Joiners(self.number, self.roster, log, send, self._join)
         self.joining = False  # the drain is followed by an attempt with the joiners
         self.all_wait_at: float | None = None  # when the last rank began to wait (monotonic)
         self.waiting: set[int] = set()  # ranks that wait for the next attempt
-        self.regroup: Callable[[], Regrouping] | None = None
         self.draining: Stop | None = None
         self.growing = False  # the drain is followed by a restart on more nodes
         self.drain_deadline = 0.0
@@ -200,8 +199,8 @@ class Attempt:
 
     def _on_report(self, rank: int, report: RankReport) -> None:
         """Handle a rank's report."""
-        if rank in self.joiners.ranks:
-            self._on_joiner(rank, report)
+        if rank in self.joiners.numbers:
+            self.joiners.report(rank, report)
             return
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
@@ -225,8 +224,9 @@ class Attempt:
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
         """Record the end of a rank, even of one that was already counted as lost with its node."""
-        if message.rank in self.joiners.ranks:
-            self.joiners.lose(message.rank, f"ended with {message.signal or message.code}")
+        if message.rank in self.joiners.numbers:
+            self.joiners.lose([message.rank], f"ended with {message.signal or message.code}")
+            self.joiners.look()
             return
         self.roster.end(message.rank)
         if session := not self.ours and message.steps is not None:
@@ -289,19 +289,9 @@ class Attempt:
 
     # Joining --------------------------------------------------------------------------------------------------------
 
-    def start_joiners(self, starts: Mapping[int, wire.Start], regroup: Callable[[], Regrouping]) -> None:
-        """Start ranks that join the others once they are ready. `starts`: {node rank: its order}."""
-        self.regroup = regroup
-        self.joiners.begin(starts)
-        for node_rank, start in starts.items():
-            self.send(node_rank, start)
-
-    def _on_joiner(self, rank: int, report: RankReport) -> None:
-        """Handle a joiner's report. Once all joiners are ready, make the other ranks stop after the same step."""
-        if report["report"] != "waiting":
-            return
-        self.joiners.ready.add(rank)
-        if not self.joiners.are_ready or self.is_stopping or self.draining is not None or self.regrouping is not None:
+    def _join(self) -> None:
+        """Make the ranks stop after the same step, because all joiners are ready, unless the attempt is ending."""
+        if self.is_stopping or self.draining is not None or self.regrouping is not None:
             return
         self.draining = Stop(exits.REQUEUE, f"{counted(len(self.joiners.ready), 'rank')} joined the others")
         self.growing = self.joining = True
@@ -311,10 +301,10 @@ class Attempt:
     def _on_waiting(self, rank: int) -> None:
         """Handle a rank that waits for the next attempt. It begins when all wait that were told to."""
         self.waiting.add(rank)
-        if self.waiting < self.roster.running or self.is_stopping or self.regrouping is not None:
+        if not self.waiting >= self.roster.running or self.is_stopping or self.regrouping is not None:
             return
-        if self.joining and self.regroup is not None:
-            self.stop, self.regrouping = self.draining, self.regroup()
+        if self.joining:
+            self.stop, self.regrouping = self.draining, self.joiners.regroup()
         else:
             self.all_wait_at = time.monotonic()
 
@@ -331,7 +321,8 @@ class Attempt:
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         self.joiners.lose_node(node_rank, why)
         if not lost:  # a joiner of the next attempt may have been lost
-            self.regrouping = self.regroup() if self.regrouping and self.regroup else self.regrouping
+            self.regrouping = self.joiners.regroup() if self.regrouping and self.joiners.numbers else self.regrouping
+            self.joiners.look()
             return
         self.roster.running -= lost
         # Ranks that lost their connection to this node may have failed before its loss was noticed.
@@ -459,6 +450,7 @@ class Attempt:
             why = "the ranks lost the connections to each other"
             self.stop_all(Stop(exits.UNREACHABLE, why), why, self.job.grace_s)
             return
+        self.joiners.tick(now)
         if self.startup.starting:
             self.startup.send_starts()
             self._restart_deadline()

@@ -10,6 +10,7 @@
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from muster.jobs.basics.words import counted, spell_ranks
@@ -49,6 +50,8 @@ class PeerMemory:
         self._said: set[str] = set()
         self._answers: dict[Slot, wire.Fetched] = {}
         self._fetching: set[Slot] = set()  # nodes that were ordered to prepare a checkpoint
+        self._is_loading = False  # while nodes fetch a checkpoint, nothing is deleted
+        self._is_newer = False  # meanwhile a newer one has become complete
         self._begun: dict[str, float] = {}  # {checkpoint: when its first shard was reported, monotonic}
 
     # Copying --------------------------------------------------------------------------------------------------------
@@ -124,6 +127,9 @@ class PeerMemory:
             return None
         if not self.holdings.is_safe(name, slots, self._partners):
             return None
+        if self._is_loading:
+            self._is_newer = True
+            return None
         self.complete = name
         self.holdings.keep_from(name)
         for slot in self.run_nodes.alive():
@@ -154,27 +160,41 @@ class PeerMemory:
             return ""
         return self.why_lost(-1) or "no checkpoint is complete in the memory of the nodes"
 
-    async def load(self, until: Wait, after: int, attempt: int, slots: Sequence[Slot], limit_s: float) -> Chosen | None:
+    async def load(
+        self, until: Wait, after: int, attempt: int, slots: Sequence[Slot], limit_s: float, *, forgets: bool = False
+    ) -> Chosen | None:
         """Choose a checkpoint newer than step `after`, and have the nodes of the next attempt get it.
 
         `until(condition)` waits, and returns False if the nodes are no longer those of the next attempt. `limit_s` is
-        added to the time that the slowest expected network needs. Without a checkpoint, forget all of them.
+        added to the time that the slowest expected network needs. If a newer checkpoint becomes complete meanwhile,
+        choose it. `forgets`: if there is none, the next attempt begins without one, so delete them all.
         """
-        why = self.why_lost(after)
-        for found in self.candidates(after):
-            deadline = time.monotonic() + self._fetch(found, attempt, slots) + limit_s
-            if not await until(lambda: self._fetched(found) is not None or time.monotonic() > deadline):  # noqa: B023
-                return None
-            late = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(self._fetching - self._answers.keys()))))
-            chosen = self._fetched(found) or f"{late} did not get {found.name} in time"
-            if not isinstance(chosen, str):
-                self._begin_from(found.name, attempt)
-                return chosen
-            why = chosen
+        why, tried = self.why_lost(after), set[str]()
+        try:
+            while found := next((each for each in self.candidates(after) if each.name not in tried), None):
+                self._is_loading, self._is_newer = True, False
+                deadline = time.monotonic() + self._fetch(found, attempt, slots) + limit_s
+                if not await until(partial(self._is_decided, found, deadline)):
+                    return None
+                if self._is_newer:
+                    continue
+                tried.add(found.name)
+                late = nodelist.fold(dict.fromkeys(self.run_nodes.hosts(sorted(self._fetching - self._answers.keys()))))
+                chosen = self._fetched(found) or f"{late} did not get {found.name} in time"
+                if not isinstance(chosen, str):
+                    self._begin_from(found.name, attempt)
+                    return chosen
+                why = chosen
+        finally:
+            self._is_loading = False
         if why:
             self.log.tell("not_in_memory", attempt=attempt, why=why)
-        self._begin_from("", attempt)
+        if forgets:
+            self._begin_from("", attempt)
         return None
+
+    def _is_decided(self, found: InMemory, deadline: float) -> bool:
+        return self._is_newer or self._fetched(found) is not None or time.monotonic() > deadline
 
     def _fetch(self, found: InMemory, attempt: int, slots: Collection[Slot]) -> float:
         """Order the nodes of the next attempt, and those with shards, to prepare its reading; return the time limit.

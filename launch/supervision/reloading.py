@@ -13,6 +13,7 @@ from typing import Final
 
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.peer_memory import Chosen, PeerMemory
+from muster.launch.supervision.space import wait_for_space
 
 COPY_S: Final = 60.0  # the limit for the copy of the state that ranks make before others join them
 
@@ -28,6 +29,8 @@ async def reload(
     `pump` handles events until a condition is true. If another failure changes the ranks that continue, begin again.
     If there is no checkpoint, stop all ranks, so that they restart.
     """
+    if attempt.regrouping is not None:
+        await wait_for_space(attempt.context.run, attempt.log, pump, lambda: is_stopped() or attempt.regrouping is None)
     while (regrouping := attempt.regrouping) is not None and regrouping.reloads(attempt.spread.groups):
 
         def is_void() -> bool:

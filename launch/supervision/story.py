@@ -33,7 +33,8 @@ class Story:
         self.log = log
         self.console = console
         self.number = context.attempt
-        chosen = context.options.get("resume") or context.options.get("in_place") or {}
+        resume, in_place = (context.options.get(name) or {} for name in ("resume", "in_place"))
+        chosen = resume or in_place
         self.origin: str | None = chosen.get("checkpoint")
         self.origin_step: int = chosen.get("step", 0)
         self.from_memory = bool(chosen.get("memory"))  # the origin is in the nodes' memory, not on the disk
@@ -41,7 +42,8 @@ class Story:
         self.first_step: int | None = None
         self.start_s = 0.0  # the time to the first step
         self.saved_step: int | None = None
-        self.regrouped: int | None = None  # the steps of the state with which living ranks continued
+        # the steps of the state with which living ranks continue: until they report them, those done before
+        self.regrouped: int | None = None if resume else in_place.get("done")
         self.saved: str | None = None  # the newest checkpoint of this attempt
         self.copied_step: int | None = None  # the newest state of this attempt that is complete in the nodes' memory
         self.has_session = False  # the program has opened a session

@@ -107,7 +107,8 @@ class Succession:
         """Number the ranks anew that live, and those that are ready to join them if there are enough for a copy."""
         joiners = {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ready}
         found = self._regrouped(attempt, slots, joiners)
-        return found if found.adopted else self._regrouped(attempt, slots, {})
+        fits = found.adopted and not self._misfit_of(found.world_size, in_place=True)
+        return found if fits else self._regrouped(attempt, slots, {})
 
     def _regrouped(self, attempt: Attempt, slots: Sequence[int], joiners: Mapping[int, int]) -> Regrouping:
         nodes, before, living = self.run_nodes.nodes, attempt.context.placement, attempt.roster.running
@@ -129,11 +130,22 @@ class Succession:
         is_free = attempt.draining is None and not attempt.is_stopping
         return stays and is_free and attempt.story.first_step is not None
 
+    def used(self, attempt: Attempt, slots: Sequence[int]) -> list[int]:
+        """List the slots of an attempt. A node whose joiners were all lost is idle again."""
+        joined = range(len(attempt.context.placement.nodes))
+        return [slot for rank, slot in enumerate(slots) if rank in joined or rank in attempt.joiners.nodes]
+
     def missing(self, attempt: Attempt, slots: Sequence[int], idle: Collection[int]) -> list[int]:
-        """List the slot of every rank that could join an attempt; empty if the job cannot run on that many ranks."""
-        nodes = self.run_nodes.nodes
-        found = missing(attempt.context.placement, slots, idle, lambda slot: nodes[slot].place.ranks)
-        joiners = dict(enumerate(found, attempt.roster.next_rank))
+        """List the slot of every rank that could join an attempt, besides its joiners so far.
+
+        Empty if the job cannot run on that many ranks.
+        """
+        nodes, before = self.run_nodes.nodes, attempt.context.placement
+        joiners = {rank: slots[attempt.roster.node_of[rank]] for rank in attempt.joiners.ranks}
+        waiting, trains = [*joiners.values()], slots[: len(before.nodes)]
+        others = dict.fromkeys(slot for slot in (*waiting, *idle) if slot not in trains)
+        found = missing(before, trains, others, lambda slot: nodes[slot].place.ranks - waiting.count(slot))
+        joiners |= enumerate(found, attempt.roster.next_rank)
         world_size = self._regrouped(attempt, slots, joiners).world_size
         return [] if world_size < len(found) or self._misfit_of(world_size, in_place=True) else found
 

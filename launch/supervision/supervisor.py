@@ -47,6 +47,7 @@ from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reloading import reload
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
+from muster.launch.supervision.space import wait_for_space
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
@@ -164,8 +165,8 @@ class Supervisor:
         on_disk = None if refused is not None else self.context.options.get("resume")
         chosen = on_disk
         if self.memory.is_on and self.attempt is not None:
-            after, number = on_disk["step"] if on_disk else 0, self.context.attempt
-            chosen = await self.memory.load(self._wait, after, number, self.slots, self.job.start_timeout_s) or on_disk
+            about = (on_disk["step"] if on_disk else 0, self.context.attempt, self.slots, self.job.start_timeout_s)
+            chosen = await self.memory.load(self._wait, *about, forgets=True) or on_disk
         if chosen is None and refused is not None:
             self.log.attempt_ended(self.context.attempt, refused, time.time())
             return refused
@@ -250,7 +251,8 @@ class Supervisor:
             if slot not in regrouping.slots and self.run_nodes.nodes[slot].is_alive:
                 self.run_nodes.send(slot, StopRanks(self._current.number, 0.0))
         joining = not self._current.joiners.ready.isdisjoint(regrouping.adopted.values())
-        kept = {**self._current.story.newest, "joining": joining}
+        done = self._current.story.last_step(self._current.roster.nodes)
+        kept = {**self._current.story.newest, "joining": joining, "done": done}
         self._turn(regrouping.slots, {"in_place": kept, "resume": self.reloaded}, regrouping)
         if self.reloaded is not None:
             self._tell_resuming(self.reloaded)
@@ -289,8 +291,7 @@ class Supervisor:
 
     async def _prepare(self, decision: Decision, choice: NodeChoice) -> bool:
         """Wait for the delay, restart agents if needed, and place the next attempt; return False on a stop request."""
-        until = time.monotonic() + decision.delay_s
-        await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
+        await wait_for_space(self.run_dir, self.log, self._pump, lambda: self.stop is not None, decision.delay_s)
         choice = self.succession.choose(self.slots) or choice  # meanwhile nodes may have been lost or have returned
         if choice.revive:
             await self._revive()
@@ -375,10 +376,12 @@ class Supervisor:
             step = self.memory.take(slot, message, self.context.attempt, self.slots)
             if step is not None and attempt is not None:
                 attempt.story.copied_step = step
-        elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
-            attempt.take(self.rank_of[slot], message)
-        elif attempt is not None and isinstance(message, Reached) and message.attempt == attempt.number:
+        elif attempt is None or message.attempt != attempt.number:
+            return
+        elif isinstance(message, Reached) and (slot in self.reserve.asked or slot not in self.rank_of):
             self.reserve.reached(slot, message, attempt, self.slots, time.monotonic())
+        elif slot in self.rank_of:
+            attempt.take(self.rank_of[slot], message)
 
     def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.run_nodes.nodes[slot]
@@ -435,10 +438,10 @@ class Supervisor:
 
     def _tend_reserve(self, attempt: Attempt, now: float) -> None:
         """Restart lost nodes' agents. Once the job can use more nodes than it has, save and continue on more."""
-        used = () if attempt.is_over() else self.slots
+        used = () if attempt.is_over() else self.succession.used(attempt, self.slots)
         self.reserve.tick(now, attempt, used)
         missing = self.job.nodes - len(used)
-        fit = self.reserve.ready(now, missing) if missing else []
+        fit = [slot for slot in self.reserve.ready(now, missing) if slot not in used] if missing else []
         if not used or self._tend_joiners(attempt, fit) or not fit:
             return
         choice = self.succession.choose(used, [*used, *fit])
@@ -465,7 +468,7 @@ class Supervisor:
         except MusterError as error:
             self.log.event("not_joined", attempt=attempt.number, rank=min(numbers), why=str(error))
             return False
-        attempt.start_joiners(starts, lambda: self.succession.regrouped(attempt, self.slots))
+        attempt.joiners.start(starts, partial(self.succession.regrouped, attempt, self.slots), self.job.start_timeout_s)
         return True
 
     def _on_stop(self, request: StopRequest) -> None:

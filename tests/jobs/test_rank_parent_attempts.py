@@ -1,5 +1,6 @@
 """A rank parent between ranks and agent: what it passes on, what it sees, and attempt after attempt in one life."""
 
+import json
 import os
 import signal
 import socket
@@ -47,6 +48,22 @@ print("ready")
 order = orders.own.next(20.0)
 become_another(order)
 print(f"rank {order['rank']}, hold {page.own.hold}, {page.own.steps} steps")
+sys.exit(0)
+"""
+LATE = """
+import os, sys
+from muster.jobs.hosts import ranks
+from muster.jobs.node import orders, rank_start
+from muster.jobs.node.rank_start import become_another
+reporter = rank_start.Reporter(os.environ)
+reporter.attempt = 0
+orders.own.listen()
+print("ready")
+order = orders.own.next(20.0)
+reporter.joined()
+reporter.saved(step=5, checkpoint="step-00000005.a000", stall_s=0.0, seconds=0.1, nbytes=1)
+reporter.attempt = 1
+reporter.arrived()
 sys.exit(0)
 """
 POWERLESS = """
@@ -128,6 +145,41 @@ def test_a_rank_continues_as_another_and_the_others_end(warm: Warm) -> None:
     assert warm.end_of(0)[0]["code"] == 0
     assert warm.out(7).read_text() == "rank 0, hold 0, 2 steps\n"
     wait_until(lambda: start_ticks(pids[0]) is None, "the end of the rank that does not continue")
+
+
+def test_a_rank_that_died_before_the_others_go_back_to_a_checkpoint_has_its_steps(warm: Warm) -> None:
+    pids = warm.start(warm.rank(0, code=ADOPTED), warm.rank(1, code=RUNS))
+    warm.wait_for_output(0)
+    warm.wait_for_output(1)
+    os.kill(pids[1], signal.SIGKILL)
+    assert warm.end_of(1)[0]["steps"] == 12
+    adopted = [{**warm.rank(rank, code=ADOPTED), "adopt": rank, "steps": 10} for rank in range(2)]
+    assert warm.start(*adopted, attempt=1) == {0: pids[0]}
+    assert warm.next("exited")["steps"] == 10
+    assert warm.end_of(0)[0]["code"] == 0
+
+
+def test_a_late_report_of_the_last_attempt_does_not_count_for_this_one(warm: Warm) -> None:
+    warm.start(warm.rank(0, code=LATE))
+    warm.wait_for_output(0)
+    warm.start({**warm.rank(1, code=LATE), "adopt": 0}, attempt=1)
+    saved, arrived = (warm.next("report")["report"] for _ in range(2))
+    assert (saved["report"], arrived) == ("saved", {"report": "arrived"})  # what is on the disk counts
+    assert warm.end_of(1)[0]["code"] == 0
+
+
+def test_joiners_of_an_earlier_attempt_end_before_those_of_a_later_one_start(warm: Warm) -> None:
+    first, second = ({"do": "start", "joins": True, "attempt": n, "ranks": [warm.rank(4 - n, SLEEP)]} for n in (1, 2))
+    orders = (first, {"do": "stop", "attempt": 1, "grace_s": 60.0}, second)
+    warm.agents[0].sendall("".join(f"{json.dumps(order)}\n" for order in orders).encode())
+    ((_, before),) = warm.next("started")["started"]
+    again = warm.next("started")
+    ((rank, pid),) = again["started"]
+    assert (again["attempt"], rank) == (2, 2)
+    wait_until(lambda: start_ticks(before) is None, "the end of the first")
+    assert warm.looked().keys() == {2}
+    assert start_ticks(pid) is not None
+    warm.stop(2)
 
 
 def test_how_far_a_rank_came_is_told_with_its_end_however_it_ended(warm: Warm) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import read_lines
+from muster.jobs.machine import linux
 from support.exact_jobs import GPT, STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
@@ -165,6 +166,18 @@ def test_a_rank_is_lost_while_another_one_is_ready_to_join(tmp_path: Path, unint
     assert live.end() == 0, live.err
     assert live.events("loaded") == []
     assert live.events("attempt")[-1]["world_size"] == 4
+    assert hashes(live.run.path) == uninterrupted({})
+
+
+def test_a_save_that_a_loss_has_interrupted_is_made_at_once(tmp_path: Path, uninterrupted: Any) -> None:
+    live = LiveRun(tmp_path, job())
+    wait_step(live, 5)
+    for writer in linux.descendants(pids(live, 0)[2]):
+        os.kill(writer, signal.SIGSTOP)
+    wait_step(live, 21)
+    kill(live, 0, 2)
+    assert live.end() == 0, live.err
+    assert live.events("saved")[0]["step"] == live.events("regrouped")[0]["step"] + 1 < 30
     assert hashes(live.run.path) == uninterrupted({})
 
 

@@ -205,6 +205,20 @@ def test_setup_lines_run_once_on_a_node_and_a_stop_ends_those_of_any_attempt(nod
     assert node.next(Exited).code == 0
 
 
+def test_the_start_of_a_newer_attempt_ends_one_that_is_still_pending(node: Supervised) -> None:
+    shells = []
+    for attempt in (1, 2):  # joiners, whose setup lines still run
+        begun = node.folder / f"begun{attempt}"
+        lines = (f"echo $$ > {begun}.part && mv {begun}.part {begun}", "sleep 1000")
+        node.order_start(attempt, program(attempt, "sleep", "1000"), setup=lines, joins=True)
+        wait_until(begun.exists, "the setup lines")
+        shells.append(int(begun.read_text()))
+    assert node.start(3, program(7, "sleep", "1000"), joins=True).keys() == {7}
+    assert node.start(3, program(8, "sleep", "1000"), joins=True).keys() == {7, 8}  # besides the first
+    assert [start_ticks(pid) for pid in shells] == [None, None]
+    node.stop(3)
+
+
 def test_a_rank_parent_that_died_takes_its_ranks_along_and_the_next_attempt_has_another(node: Supervised) -> None:
     node.order_start(0, rank(0, SLEEPS))
     rank_parent = node.next(Ready).pid

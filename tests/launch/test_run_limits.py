@@ -161,3 +161,23 @@ def test_a_disk_that_is_full_to_the_last_byte_takes_the_verdict(
     assert "failed: storage, exit code 74" in told
     assert "supervisor" not in told
     assert not live.run.reserve.exists()
+
+
+@needs_root
+@pytest.mark.parametrize("in_place", ["auto", "false"])
+def test_an_attempt_that_would_begin_on_a_full_disk_waits_for_space(disk: Path, in_place: str) -> None:
+    short = TRAINING.replace("epochs: 100", "steps: 30").replace("mode: bucketed", "mode: flat")
+    live = LiveRun(disk, f"{short}checkpoint: {{every_steps: 1000}}\nrestart: {{max: 2, in_place: {in_place}}}\n")
+    wait_until(lambda: live.run.metrics.is_file() and len(list(read_lines(live.run.metrics))) >= 5, "five steps")
+    pid = live.pid_of(1)
+    other = disk / "somebody-elses-file"
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(live.run.nonce("space").exists, "the supervisor to find the disk full")
+    other.unlink()
+    assert live.end() == 0, live.err
+    assert "the next attempt waits up to 60 s for it" in live.err
+    sizes = [row["world_size"] for row in read_lines(live.run.attempts)]
+    assert sizes[:2] == ([2, 1] if in_place == "auto" else [2, 2])
+    assert not live.run.nonce("space").exists()

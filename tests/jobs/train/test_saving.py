@@ -43,12 +43,12 @@ class Engine:
 class Training:
     """A loop of steps that train nothing: step n makes the weight n."""
 
-    def __init__(self, run: RunDir, *, patience_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, run: RunDir, *, patience_s: float = 10.0, target: Target | None = None, **settings: Any) -> None:
         run.attempt(0).path.mkdir(exist_ok=True)
         self.run, self.engine, self.told, self.done = run, Engine(), Told(), 0
         checkpoint = CheckpointSettings.model_validate({"every_steps": 1, "keep": 2, **settings})
         self.saver = Saver(
-            Target(run, 0),
+            target or Target(run, 0),
             checkpoint,
             self.engine.held_state,
             partial(MemorySnapshot, device=torch.device("cpu")),
@@ -284,3 +284,31 @@ def test_meta_of_a_checkpoint_names_its_parent_and_the_last_losses(run: RunDir, 
     assert chosen is not None
     assert chosen.manifest.meta == {"step": 2, "parent": "step-00000001.a000", "losses": [[2, 0.5]]}
     assert json.loads(json.dumps(chosen.manifest.meta)) == chosen.manifest.meta
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "begun", "at_once"),
+    [
+        ({"every_steps": 20}, 0, 20, True),  # the save of step 20 was in flight
+        ({"every_steps": 20}, 0, 0, True),  # or the loss came before it began
+        ({"every_steps": 20}, 20, 20, False),
+        ({"every_steps": 1000}, 0, 0, False),
+        ({"every_steps": 1000}, 0, 15, True),  # somebody asked for it
+        ({"every_steps": None, "every_s": 1000.0}, 7, 15, True),
+        ({"every_steps": None, "every_s": 1000.0}, 15, 15, False),
+        ({"every_steps": 20}, None, 0, False),  # a restart, from the disk
+    ],
+)
+def test_ranks_that_continue_in_place_make_up_for_an_interrupted_save_at_once(
+    run: RunDir, settings: dict[str, Any], saved: int | None, begun: int, at_once: bool
+) -> None:
+    target = Target(run, 0, step=21, saved=saved, begun=begun)
+    training = Training(run, target=target, **settings)
+    training.done = 21
+    training.step()
+    training.settle()
+    assert [(each["report"], each["step"]) for each in training.told.rows] == [("saved", 22)] * at_once
+    training.step()
+    training.settle()
+    assert training.saver.due != training.done + 1
+    assert training.saver.abandon() == (22 if at_once else begun)

@@ -157,6 +157,18 @@ attempt 2, 4 ranks on 2 nodes (n1, n2), from living ranks, steps 61-70
     assert "ended  " not in out
 
 
+def test_nothing_is_lost_while_living_ranks_regroup(make_run) -> None:
+    folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
+    row(folder, 0, 0.5, 28.5, first=ending(3, 28.2), last_step=52, saved_step=40, next="attempt 1 on 3 ranks, in place")
+    folder.event("restarting", 28.5, attempt=1, delay_s=0.0, hosts=["n1", "n2"], why="", in_place=3)
+    begin(folder, 1, 28.6, ["n1", "n2"], 3)
+    history = read_history(folder.run, read_state(folder.run))
+    assert [(each.origin, each.from_step, each.lost_steps) for each in history.attempts[1:]] == [
+        ("living ranks", 52, 0)
+    ]
+    assert history.lost_steps == 0
+
+
 def test_waiting_for_a_node_that_stayed_away_is_time_of_the_supervisor_that_waited(make_run, muster) -> None:
     folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
     row(folder, 0, 0.5, 10.0, last_step=52, saved_step=40, lost_steps=12, times={"detect_s": 5.0, "stop_s": 0.5})
