@@ -76,7 +76,7 @@ class MemorySaver(Saver[Part]):
             self.written = flight.order.step
             flight.deadline_s += flight.order.wait_s
 
-    def _miss(self, flight: InFlight, message: str) -> None:
+    def _miss(self, flight: InFlight, message: str, *, by_writer: bool) -> None:
         """Report the first of several failed copies in a row."""
         self.flight, self.failed = None, flight.order.step
         self.missed += 1
