@@ -8,7 +8,7 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -54,7 +54,7 @@ def is_in_order(loader: object) -> bool:
 
 def _generators(loader: object) -> Iterator[tuple[str, Any]]:
     """Yield the generators and epoch counters by name, each once."""
-    found: list[tuple[str, Any]] = [("python", random._inst)]  # type: ignore[attr-defined]
+    found: list[tuple[str, Any]] = [("python", random._inst)]
     if numpy := sys.modules.get("numpy"):
         found.append(("numpy", numpy.random.mtrand._rand))
     if torch := sys.modules.get("torch"):
@@ -121,16 +121,8 @@ def _set(owner: Any, state: Any) -> None:
             torch = sys.modules["torch"]
             owner.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
         case "":
-            setattr(*owner, state)
+            setattr(owner[0], owner[1], state)
         case "RandomState":
-            owner.set_state(_arrays(state))
+            owner.set_state(state)
         case _:
-            owner.bit_generator.state = _arrays(state)
-
-
-def _arrays(state: Mapping[str, Any]) -> dict[str, Any]:
-    numpy = sys.modules["numpy"]
-    return {
-        key: _arrays(each) if isinstance(each, dict) else numpy.array(each) if isinstance(each, list) else each
-        for key, each in state.items()
-    }
+            owner.bit_generator.state = state

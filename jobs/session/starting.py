@@ -17,7 +17,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,7 +82,7 @@ def _begin(place: RankPlace, hosts: list[str], runs: str | None, began: float) -
     if place.run is not None:  # an agent started the launcher (such as torchrun), and does not watch its ranks
         return {"run": str(place.run.path), "attempt": place.attempt, "resume": _record(newest(place.run))}
     root = runs_root(runs)
-    with _locked(root, launch_of(place)):
+    with _locked(root) if launch_of(place) else nullcontext():
         run, resume = earlier_run(place, root), None
         if run is None:
             run = new_run(root, place.name)
@@ -105,24 +105,18 @@ def _begin(place: RankPlace, hosts: list[str], runs: str | None, began: float) -
 
 
 @contextmanager
-def _locked(root: Path, launch: str) -> Iterator[None]:
-    """Let one program at a time of a launch look for its run. Without locks on the storage, two may create one each."""
-    if not launch:
-        yield
-        return
-    with suppress(OSError):
+def _locked(root: Path) -> Iterator[None]:
+    """Let one program at a time look for its run. Without locks on the storage, equal programs may create one each."""
+    descriptor = None
+    with suppress(OSError):  # creating the run reports a problem of the storage
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
         descriptor = os.open(root / ".sessions.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # what creates the run reports the problem
-        yield
-        return
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def host_names(ranks: OneRank) -> list[str]:
