@@ -14,7 +14,8 @@ Messages to the rank:
     {"did": "all", "step": n}                  done; for writer 0: verified, and old checkpoints are deleted
     {"did": "nothing", "step": n, "kind": "StorageError", "message": "..."}          the save failed
 
-The process imports no torch, starts in a fraction of a second, runs at low priority, and dies with its rank.
+The process imports no torch, starts in a fraction of a second, runs at low priority, and dies with its rank. It starts
+with the signals blocked that ask the rank to save or stop (`jobs/saving/helper.py`).
 """
 
 import argparse
@@ -22,7 +23,6 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 import socket
 import sys
 import time
@@ -192,7 +192,6 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="the rank's process id")
     args = parser.parse_args()
     linux.die_with_parent(args.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C; this process ends with the rank
     os.nice(NICE)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank is gone
         Writer(socket.socket(fileno=args.fd)).serve()

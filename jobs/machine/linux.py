@@ -12,7 +12,8 @@ import ctypes
 import fcntl
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from muster.jobs.machine import procfs
@@ -25,6 +26,18 @@ MFD_CLOEXEC: Final = 1
 MFD_ALLOW_SEALING: Final = 2
 F_ADD_SEALS: Final = 1033
 F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+# The signals that ask a rank to save or stop. Launchers and schedulers send them to all of its processes, too.
+ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def signal_mask(how: int, signals: Iterable[int] = ASKING) -> Iterator[None]:
+    """Block or unblock signals in this thread, by default `ASKING`. A process that it starts keeps this mask."""
+    before = signal.pthread_sigmask(how, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

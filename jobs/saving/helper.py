@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -33,9 +34,10 @@ class WriterProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             argv = [*module_argv(sys.executable, "muster.jobs.checkpoint.writer"), "--fd", str(theirs.fileno())]
-            self.process = subprocess.Popen(
-                [*argv, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            with linux.signal_mask(signal.SIG_BLOCK):  # signals that ask for a save must not end the writer
+                self.process = subprocess.Popen(
+                    [*argv, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                )
         self._socket.setblocking(False)
         self._lines = Lines()
 

@@ -79,7 +79,7 @@ class MemorySaver(Saver[Part]):
             self.written = flight.order.step
             flight.deadline_s += flight.order.wait_s
 
-    def _miss(self, flight: InFlight, message: str) -> None:
+    def _miss(self, flight: InFlight, message: str, *, by_writer: bool) -> None:
         """Report the first of several failed copies in a row, and then every TELL_S for how long none has succeeded."""
         self.flight, self.failed, now = None, flight.order.step, time.monotonic()
         self.missed += 1

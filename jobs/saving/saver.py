@@ -6,8 +6,8 @@
 
 All ranks save after the same step, or none does. At a log point each rank reports whether its last save is done, and
 rank 0 reports whether the next one is due, in the all-gather that also carries the losses. While a save is in flight,
-other saves are skipped. If a writer dies, hangs or finds a full disk, that save is lost. Three lost saves in a row end
-the training.
+other saves are skipped. If a writer dies, hangs or finds a full disk, that save is lost. The first save that is lost
+with a writer is repeated at the next log point. Three lost saves in a row end the training.
 """
 
 import sys
@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.basics.words import spell_ranks
+from muster.jobs.checkpoint.commit import IncompleteError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.node import page
@@ -192,10 +193,10 @@ class Saver(NotSaving, Generic[Part]):
         self.patience_s = patience_s
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
         self.begun = target.begun
-        self.overdue = False  # a failure has interrupted the last save, so rank 0 makes it at once
+        self.owed = False  # True: a save was interrupted, or lost with a writer process; rank 0 repeats it at once
         if target.saved is not None:
             self.due = target.step + 1
-            self.overdue = max(target.begun, schedule.last_due(target.step)) > target.saved
+            self.owed = max(target.begun, schedule.last_due(target.step)) > target.saved
         self.agreed = False
         self.safe = target.step if target.began_from else NONE  # newest step that this rank has saved
         self.parent = target.parent or target.began_from
@@ -219,7 +220,7 @@ class Saver(NotSaving, Generic[Part]):
         """
         self._look()
         saves, due = self.schedule.ask(done)
-        saves = saves or self.overdue or (self.world.rank == 0 and self.target.run.save.exists())
+        saves = saves or (self.world.rank == 0 and (self.owed or self.target.run.save.exists()))
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
@@ -229,11 +230,12 @@ class Saver(NotSaving, Generic[Part]):
         failed = [rank for rank, (_, step, *_) in enumerate(notes) if self.flight and step == self.flight.order.step]
         if failed and self.writer is not None:
             self.writer.give_up(int(notes[failed[0]][1]))  # the failed rank will never write its part
-        self.due, self.overdue = int(due), False
+        self.due = int(due)
         self.agreed = bool(saves) and not busy and sound  # a state with a bad loss must not replace good checkpoints
         if saves and busy:
             self._skip(done, busy)
         elif saves and self.world.rank == 0:
+            self.owed = False
             self.target.run.save.unlink(missing_ok=True)
         if self.writer is None:
             self._prepare()  # after the first step, when the optimizer has created its state
@@ -395,7 +397,7 @@ class Saver(NotSaving, Generic[Part]):
         elif did == "nothing":
             if message["kind"] == "FencedError":
                 raise RefusedError(message["message"])
-            self._miss(flight, message["message"])
+            self._miss(flight, message["message"], by_writer=message["kind"] == IncompleteError.__name__)
 
     def _committed(self, flight: InFlight, checkpoint: str, nbytes: int) -> None:
         seconds = time.monotonic() - flight.began_s
@@ -415,10 +417,10 @@ class Saver(NotSaving, Generic[Part]):
         if self.writer is not None:
             self.writer.end()
         self.writer = None
-        self._miss(self.flight, why)
+        self._miss(self.flight, why, by_writer=True)
 
-    def _miss(self, flight: InFlight, message: str) -> None:
-        """Count a failed save.
+    def _miss(self, flight: InFlight, message: str, *, by_writer: bool) -> None:
+        """Count a failed save. `by_writer`: the writer of a rank is gone, but the storage may be sound.
 
         Raises:
             StorageError: if this is the third failed save in a row.
@@ -426,6 +428,7 @@ class Saver(NotSaving, Generic[Part]):
         step = flight.order.step
         self.flight, self.failed = None, step
         self.missed += 1
+        self.owed = by_writer and self.missed == 1  # a writer that dies again leaves time until the next save is due
         with suppress(OSError):  # standard error may be on the disk that is full
             print(f"muster: step {step} was not saved ({self.missed} in a row): {message}", file=sys.stderr, flush=True)
         self.reporter.missed(step=step, missed=self.missed, message=message)

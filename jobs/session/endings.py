@@ -32,6 +32,8 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm sends SI
 class SignalRequests:
     """Requests to stop or save that a rank without an agent receives as signals."""
 
+    of_rank = True  # worker processes do not keep these handlers (`jobs/machine/workers.py`)
+
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None
         self.save = False
@@ -68,10 +70,12 @@ class SignalRequests:
 def open_page(place: RankPlace) -> None:
     """Register this process in the page through which the agent stops it and reads its progress.
 
-    In a Slurm job, also ignore SIGTERM, because the agent receives the same signal and stops the ranks.
+    Ignore SIGUSR1, and SIGTERM in a Slurm job: the agent receives the same signals, and saves or stops the ranks.
     """
     if not place.watched:
         return
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     dumps = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
     if dumps:
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)

@@ -7,6 +7,7 @@ import sys
 from typing import Final
 
 from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.machine import workers
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
 from muster.jobs.session.endings import open_page, report_errors
@@ -42,6 +43,7 @@ def session(name: str | None = None, *, runs: str | None = None, tensorboard: bo
     made = Session(place, runs=runs, tensorboard=tensorboard)
     report_errors(made._reporter, made.rank, made.steps_done, made.failed)
     made.end.watch()
+    workers.protect()
     atexit.register(_at_exit, made, os.getpid())
     return made
 

@@ -11,8 +11,10 @@ alone, rank 0 creates a run folder. Only the standard library is imported until 
 """
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,6 +30,7 @@ from muster.jobs.session import starting
 from muster.jobs.session.endings import ProgramEnd
 from muster.jobs.session.log import SessionLog, logger_of
 from muster.jobs.session.loop import Loop
+from muster.jobs.session.order import is_in_order, order_of, replayed
 from muster.jobs.session.place import RankPlace
 from muster.jobs.session.reading import Restored, restore
 from muster.jobs.session.sampler import Sampler, samples_of
@@ -205,25 +208,45 @@ class Session:
         """Yield the remaining batches of this epoch; each is a step.
 
         With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. From any other
-        loader, the batches done before are read again and dropped, so it must yield them in the same order. If its
-        sampler has `set_epoch`, that is called.
+        loader, the batches done before are read again and dropped. The random number generators that decide their order
+        begin as at the start of the epoch (`jobs/session/order.py`). If its sampler has `set_epoch`, that is called.
         """
         loop = self._loop
         epoch, first = loop.progress.get("epoch", 0), loop.progress.get("batch", 0)
         driver = getattr(loader, "batch_sampler", None)
         ours = driver if isinstance(driver, Sampler) else None
-        if isinstance(loader, Sized) and loop.epochs is not None:
-            loop.steps = loop.done - first + (loop.epochs - epoch) * len(loader)
+        with suppress(TypeError):  # a DataLoader of an IterableDataset may have no length
+            if isinstance(loader, Sized) and loop.epochs is not None:
+                loop.steps = loop.done - first + (loop.epochs - epoch) * len(loader)
         if ours is not None and ours.is_done:
             return
         if ours is None and callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
             set_epoch(epoch)
-        for number, batch in enumerate(islice(loader, 0 if ours is not None else first, None), first):
+        batches = iter(loader) if ours is not None else self._in_order(loader, epoch, first)
+        for number, batch in enumerate(batches, first):
             loop.before_step()
             yield batch
             loop.progress = {"epoch": epoch, "batch": number + 1}
             loop.step_done()
         page.own.enter(Phase.EVALUATE)  # the program may spend long on an evaluation before the next epoch
+
+    def _in_order(self, loader: Iterable[Batch], epoch: int, first: int) -> Iterator[Batch]:
+        """Begin an epoch of a loader, and drop its first batches if they were done before."""
+        state = self._loop.state
+        if first == 0 or state is None:
+            if state is not None:
+                state.begin_epoch(order_of(loader))
+            return iter(loader)
+        if state.epoch_order is not None:
+            return replayed(loader, first, state.epoch_order)
+        if self.is_main and not is_in_order(loader):
+            print(
+                f"muster: epoch {epoch}: samples may be used twice or not at all, because the checkpoint does not have "
+                f"the order of the samples for {self.world_size} ranks; run.sampler repeats it on any number of ranks",
+                file=sys.stderr,
+                flush=True,
+            )
+        return islice(loader, first, None)
 
     def log(self, **values: Any) -> None:
         """Log numbers of the current step to metrics.jsonl, the terminal, and TensorBoard if enabled.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from muster.jobs.world.world import World
 
-JOIN_S: Final = 600.0  # timeout for the slowest rank, which may prepare data while the others wait
+JOIN_S: Final = 1800.0  # timeout for the slowest rank, which may prepare data while the others wait
 
 
 class OneRank:

@@ -85,6 +85,13 @@ class Job(Strict):
         examples=[["module load cuda"]],
     )
     start_timeout_s: float = Field(60.0, gt=0.0, description="time limit in seconds for all ranks to start and connect")
+    rendezvous_timeout_s: float = Field(
+        1800.0,
+        gt=0.0,
+        description="for a program (`command:`): time limit in seconds for all ranks to reach the rendezvous after the "
+        "first one; until then there is none",
+        examples=[7200],
+    )
     grace_s: float = Field(5.0, ge=0.0, description="seconds between SIGTERM and SIGKILL when a run is stopped")
     hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
@@ -103,6 +110,15 @@ class Job(Strict):
     )
     kind: str
     settings: SerializeAsAny[BaseModel]
+
+    @model_validator(mode="after")
+    def _meets_by_itself(self) -> Self:
+        if self.kind not in ("", "command") and "rendezvous_timeout_s" in self.model_fields_set:
+            raise ValueError(
+                f"rendezvous_timeout_s is for command: jobs; the ranks of a {self.kind}: job have start_timeout_s to "
+                "meet; remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_be_saved(self) -> Self:

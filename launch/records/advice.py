@@ -178,6 +178,12 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("give it more time: raise slurm.time, or reduce the work", class_name="timeout", said="time limit"),
     Advice(
+        "see its last output: muster logs --rank {1}; check that it calls init_process_group() and reaches node 0 "
+        "(firewall, address), or raise rendezvous_timeout_s",
+        class_name="timeout",
+        said=r"ranks? (\d[\d, -]*\d|\d).*rendezvous_timeout_s",
+    ),
+    Advice(
         "see its last output: muster logs --rank {1}; check that every node reaches node 0 "
         "(firewall, address), or raise start_timeout_s",
         class_name="timeout",

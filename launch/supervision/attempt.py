@@ -456,7 +456,8 @@ class Attempt:
             self._restart_deadline()
         self.startup.say_waiting(now, self.deadline)
         over_s, limit_s = now - self.deadline, self.deadline - self.started_at
-        if over_s > 0 and (late := self.roster.late(limit_s, patient=over_s < MEET_S)):
+        late = self.roster.late(limit_s, patient=over_s < MEET_S) if over_s > 0 else ""
+        if late := late or self.roster.absent(now, self.job.rendezvous_timeout_s, self.console.say):
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
         elif self.hangs.hang is not None:
             self._end_hang(now)
@@ -474,8 +475,7 @@ class Attempt:
         tell("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
         if hang.phase == OUTPUT:
             what = f"no rank has written anything for {hang.seconds:.0f} s"
-            stop = Stop(exits.TIMEOUT, f"{what} (hang_s: {hang.limit_s:g})")
-            self.stop_all(stop, what, self.job.grace_s)
+            self.stop_all(Stop(exits.TIMEOUT, f"{what} (hang_s: {hang.limit_s:g})"), what, self.job.grace_s)
             return
         self._tell_all(wire.Dump(self.number))
 

@@ -1,12 +1,14 @@
 """Track the ranks of one attempt: which have joined, which are running, which are overdue."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from muster.jobs.hosts.placement import Placement
 from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.wire.codec import ProtocolError
 
+SAY_S: Final = 60.0  # between two lines about ranks that have not reached the rendezvous
 NAMED: Final = 4  # maximum number of ranks or nodes that a message names; of the rest it gives the number
 
 
@@ -26,6 +28,8 @@ class Roster:
         self.ended: set[int] = set()
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
+        self._met: float | None = None  # when the first rank of a program arrived (monotonic)
+        self._said = 0.0  # when the last line about absent ranks was printed
 
     def waits_for_sweep(self) -> bool:
         """Return whether a node has not swept yet. Called after each message, so it begins with the node found last."""
@@ -76,13 +80,30 @@ class Roster:
         if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
             said = next(filter(None, (self.nodes[number].printed() for number in silent)), "")
             return f"{self.name_nodes(silent)}: the agent did not answer within {limit}{said}"
-        # A user's program need not use the store. But once one of its ranks waits there, all others should arrive.
-        expected = self.meets or bool(self.running & self.arrived)
-        if expected and (missing := sorted(self.running - self.arrived)):
-            names = self._name(missing)
-            return f"{names} did not reach the rendezvous within {limit}"
+        if self.meets and (missing := sorted(self.running - self.arrived)):
+            return f"{self._name(missing)} did not reach the rendezvous within {limit}"
         if self.meets and not patient and (apart := sorted(self.running - self.joined)):
             return f"{self._name(apart)} did not join the others within {limit}"
+        return ""
+
+    def absent(self, now: float, limit_s: float, say: Callable[[str], None]) -> str:
+        """Return which ranks of a program have not reached the rendezvous in time; "" if there are none.
+
+        A program need not meet, and may prepare data for long before it does. But once one of its ranks waits at the
+        rendezvous, all others should arrive within `limit_s`. Until then, `say` gets a line each minute.
+        """
+        missing = sorted(self.running - self.arrived)
+        if self.meets or not missing or not self.running & self.arrived:
+            return ""
+        if self._met is None:
+            self._met = self._said = now
+        if now - self._met >= limit_s:
+            limit = f"{limit_s:g} s after the first rank (rendezvous_timeout_s)"
+            return f"{self._name(missing)} did not reach the rendezvous within {limit}"
+        if now - self._said >= SAY_S:
+            self._said = now
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._met + limit_s - now))
+            say(f"waiting until {until} for {self._name(missing)} at the rendezvous")
         return ""
 
     def name_nodes(self, numbers: Sequence[int]) -> str:

@@ -394,12 +394,14 @@ def test_a_command_that_the_kernel_would_not_start_is_refused(argv: list[str], m
         ({"nodes": 100_001}, "less than or equal to 100000"),
         ({"ranks_per_node": 1025}, "less than or equal to 1024"),
         ({"start_timeout_s": float("inf")}, "finite number"),
+        ({"rendezvous_timeout_s": 0}, "greater than 0"),
+        ({"rendezvous_timeout_s": 60, "kind": "bench"}, "is for command: jobs; the ranks of a bench: job have start_"),
         ({"grace_s": float("inf")}, "finite number"),
     ],
 )
 def test_a_job_that_could_not_be_started_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        Job(kind="command", settings=CommandSettings(argv=["true"]), **keys)
+        Job(**{"kind": "command", "settings": CommandSettings(argv=["true"]), **keys})
 
 
 def test_the_longest_value_that_passes_is_one_that_the_kernel_takes() -> None:

@@ -41,10 +41,26 @@ if os.environ["RANK"] != "2":
     connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 time.sleep(1000)
 """
-    live = LiveRun(tmp_path, two_by_two(code, start_timeout_s=4))
+    live = LiveRun(tmp_path, two_by_two(code, rendezvous_timeout_s=4))
     assert live.end() == 124
     message = live.verdict()["message"]
-    assert re.match(r"rank 2 on node 1 \(\S+\) did not reach the rendezvous within 4 s", message), message
+    limit = "4 s after the first rank (rendezvous_timeout_s)"
+    assert re.match(r"rank 2 on node 1 \(\S+\) did not reach the rendezvous within ", message), message
+    assert message.endswith(limit)
+    assert "or raise rendezvous_timeout_s" in live.err
+
+
+def test_a_program_may_prepare_for_longer_than_the_start_time_out_before_it_meets(tmp_path: Path) -> None:
+    code = """
+import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(8)  # longer than start_timeout_s and the time added to it
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+    live = LiveRun(tmp_path, two_by_two(code, start_timeout_s=1))
+    assert live.end() == 0, live.err
 
 
 def test_training_ranks_that_never_come_are_named(tmp_path: Path) -> None:

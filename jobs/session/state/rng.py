@@ -1,6 +1,7 @@
 """States of random number generators: one record per rank, restored only on the same number of ranks.
 
-rng/0/python  rng/0/numpy  rng/0/torch  rng/0/cuda
+rng/0/python  rng/0/numpy  rng/0/torch  rng/0/cuda     now
+rng/0/epoch                                            at the start of the epoch (`jobs/session/order.py`)
 """
 
 import sys
@@ -17,17 +18,24 @@ from muster.jobs.session.state.stored import Stored
 from muster.jobs.tensors.parts import TensorPart
 
 RNG: Final = "rng"
+EPOCH: Final = "epoch"
 
 
 class Generators:
-    """The generators of one rank, and tensors at fixed addresses to which their states are copied."""
+    """The generators of one rank, and tensors to which their states are copied."""
 
     def __init__(self, rank: int, device: torch.device | None) -> None:
         self.rank = rank
         self.device = device if device is not None and device.type == "cuda" else None
+        self.order: str | None = None  # of the samples of this epoch
         self._rooms = {key: state.clone() for key, state in self._now().items()}
-        self.parts = [
-            TensorPart(whole(self._path(rank, key), "U8", tuple(room.shape)), room) for key, room in self._rooms.items()
+
+    @property
+    def parts(self) -> list[TensorPart]:
+        """The states as tensors."""
+        rooms = self._rooms if self.order is None else self._rooms | {EPOCH: _bytes(self.order.encode())}
+        return [
+            TensorPart(whole(self._path(self.rank, key), "U8", tuple(room.shape)), room) for key, room in rooms.items()
         ]
 
     def take(self) -> None:
@@ -44,6 +52,8 @@ class Generators:
                 f"The random number generators are not restored: the checkpoint has those of {len(saved)} ranks, but "
                 f"this run has {ranks} ranks. Random numbers differ from those of an uninterrupted run."
             ]
+        if stored.piece(path := self._path(self.rank, EPOCH)) is not None:
+            self.order = bytes(stored.tensor(path).tolist()).decode()
         missing = []
         for key, room in self._rooms.items():
             if stored.piece(path := self._path(self.rank, key)) is None:

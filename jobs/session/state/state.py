@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 MODEL: Final = "model"  # the object whose tensors `muster checkpoint export` writes
-TAKEN: Final = {"rng", "parts", "meta", "join", "load", "notes", "has_tensors"}
+TAKEN: Final = {"rng", "parts", "meta", "join", "load", "notes", "has_tensors", "epoch_order", "begin_epoch"}
 
 
 class State:
@@ -51,6 +51,7 @@ class State:
     _parts: "list[TensorPart]"
     _memory: list[tuple[object, ...]] | None = None
     _generators: "Generators | None" = None
+    _order: str | None = None
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.__dict__.update(notes=[], _parts=[], _registered={}, _given=objects, has_tensors="torch" in sys.modules)
@@ -129,6 +130,17 @@ class State:
         self._generators.take()
         return self._parts
 
+    @property
+    def epoch_order(self) -> str | None:
+        """The order of the samples of this epoch (`jobs/session/order.py`). None if it is not known."""
+        return self._order if self._generators is None else self._generators.order
+
+    def begin_epoch(self, order: str) -> None:
+        """Save this order with the state from now on."""
+        self._order = order
+        if self._generators is not None:
+            self._generators.order, self._memory = order, None
+
     def meta(self) -> dict[str, Any]:
         """Return everything that is not a tensor as JSON, captured by the last call of `parts`.
 
@@ -144,6 +156,7 @@ class State:
             from muster.jobs.session.state.generator import python_state
 
             state["rng"] = base64.b64encode(python_state()).decode()
+            state["order"] = self._order
         prefix = f"{MODEL}/"
         return {
             "state": state,
@@ -182,6 +195,7 @@ class State:
             from muster.jobs.session.state.generator import set_python_state
 
             set_python_state(base64.b64decode(state["rng"]))
+            self._order = state.get("order")
 
     def _require_same_objects(self, objects: Mapping[str, Any]) -> None:
         for name in sorted(objects.keys() ^ self._registered.keys()):

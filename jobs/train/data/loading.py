@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from muster.jobs.machine.workers import protect
 from muster.jobs.train.data.sampling import GlobalBatch, Plan
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator
     if workers == 0:
         yield from map(steps.__getitem__, range(first, stop))
         return
+    protect()
     yield from DataLoader(
         steps,
         batch_size=None,

@@ -1,5 +1,7 @@
 """Who is late, as words, and how far clocks are apart: pure."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,15 +40,8 @@ WITHIN = "within 60 s (start_timeout_s)"
         (roster(), {0, 1, 2}, set(), True, f"rank 3 on node 1 (n1) did not reach the rendezvous {WITHIN}"),
         (roster(), ALL, {0, 1, 2}, True, ""),  # those that have arrived are given a moment to join
         (roster(), ALL, {0, 1, 2}, False, f"rank 3 on node 1 (n1) did not join the others {WITHIN}"),
-        # Programs need not meet, but once one waits all should come.
         (roster(meets=False), set(), set(), False, ""),
-        (
-            roster(meets=False),
-            {0},
-            set(),
-            False,
-            "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1",
-        ),
+        (roster(meets=False), {0}, set(), False, ""),  # programs have another limit
     ],
 )
 def test_who_is_late(made: Roster, arrived: set[int], joined: set[int], patient: bool, late: str) -> None:
@@ -60,6 +55,27 @@ def test_a_rank_that_has_ended_is_not_late() -> None:
     made.arrived = made.joined = {0, 1, 2}
     made.running -= {3}
     assert made.late(60.0, patient=False) == ""
+
+
+def test_the_ranks_of_a_program_have_time_from_the_first_arrival_and_each_minute_a_line() -> None:
+    made, said = roster(meets=False), list[str]()
+    assert made.absent(1e6, 150.0, said.append) == ""  # programs need not meet
+    made.arrived = {0}
+    ranks = "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1 (n0)"
+    for now in range(150):
+        assert made.absent(2e6 + now, 150.0, said.append) == ""
+        if now == 100:
+            made.arrived.add(1)
+    first, second = said
+    assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d for (.*) at the rendezvous", first).group(1) == ranks
+    assert "for rank 2 on node 1, rank 3 on node 1 (n1) at" in second
+    late = "rank 2 on node 1, rank 3 on node 1 (n1) did not reach the rendezvous within 150 s after the first rank"
+    assert made.absent(2e6 + 150, 150.0, said.append) == f"{late} (rendezvous_timeout_s)"
+    made.running -= {0, 1}  # nobody waits
+    assert made.absent(2e6 + 151, 150.0, said.append) == ""
+    made = roster(meets=True)
+    made.arrived = {0}
+    assert [made.absent(now, 150.0, said.append) for now in (0.0, 1e9)] == ["", ""]
 
 
 # Clocks ---------------------------------------------------------------------------------------------------------------
