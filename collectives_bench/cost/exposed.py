@@ -24,6 +24,7 @@ from muster.collectives_bench.cost.buckets import (
     registered,
 )
 from muster.collectives_bench.cost.load import RankLoad
+from muster.collectives_bench.cost.messages import GATHER, SCATTER, SUM, between_layers, kept_units
 from muster.collectives_bench.cost.modes import WAYS, TurnOrder, cut, messages
 from muster.jobs.basics.errors import RefusedError
 
@@ -36,7 +37,11 @@ COPY_BYTES_S: Final = (
 FRESH_S_PER_BYTE: Final = 0.42e-9  # seconds per byte for page faults of memory that is used for the first time
 REDUCE_SCATTERS: Final = ("reduce_scatter", "ring_reduce_scatter", "exchange_reduce_scatter")
 ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
-BLOCK_ALL_REDUCES: Final = 4  # per transformer block: after attention and after MLP, forward and backward
+OPERATIONS: Final = {
+    SUM: (SUM,),
+    GATHER: ALL_GATHERS,
+    SCATTER: REDUCE_SCATTERS,
+}  # equivalent ones, as a bench names them
 
 Bound = Literal["low_s", "seconds", "high_s"]
 
@@ -223,34 +228,49 @@ def _zero12(load: RankLoad, compute: Compute, times: Times) -> float:
 
 
 def _sharded(
-    load: RankLoad, compute: Compute, times: Times, all_gathers: Sequence[str], reduce_scatters: Sequence[str]
+    load: RankLoad,
+    compute: Compute,
+    times: Times,
+    all_gathers: Sequence[str],
+    reduce_scatters: Sequence[str],
+    last: bool,
 ) -> float:
-    """Simulate forward and backward: each unit is gathered one unit ahead, and its gradients are reduce-scattered.
+    """Simulate forwards and backwards: each unit is gathered one unit ahead, and its gradients are reduce-scattered.
 
     forward    gather 1  gather 2  gather 3          one exchange at a time, in this order
                          unit 1    unit 2  unit 3
+
+    `last`: the backward keeps the last unit of the forward.
     """
-    units = load.model.units()
+    units, passes = load.model.units(), load.accumulation
     sizes = [sum(tensor.elements for part in unit for tensor in part.tensors) for unit in units]
-    gathers = [times.best(all_gathers, size * load.recipe.parameter) for size in sizes]
-    scatters = [times.best(reduce_scatters, size * load.recipe.gradient) for size in sizes]
-    forward = _shares([sum(part.flops for part in unit) for unit in units], compute.forward_s)
-    work = [sum(part.backward_flops for part in unit) for unit in units]  # 0 if `flops` includes the backward
-    backward = _shares(work if any(work) else [sum(part.flops for part in unit) for unit in units], compute.backward_s)
-    count = len(units)
-    now = link = there = gathers[0]  # the first unit is gathered, and the link is free
-    for i in range(count):
-        now = max(now, there)
-        if i + 1 < count:
-            link = there = max(link, now) + gathers[i + 1]
-        now += forward[i]
-    there = now  # the last unit is still in memory
-    for i in reversed(range(count)):
-        now = max(now, there)
-        if i > 0:
-            link = there = max(link, now) + gathers[i - 1]
-        now += backward[i]
-        link = max(link, now) + scatters[i]
+    forward = _shares([sum(part.flops for part in unit) for unit in units], compute.forward_s / passes)
+    flops = [sum(part.backward_flops for part in unit) for unit in units]  # 0 if `flops` includes the backward
+    flops = flops if any(flops) else [sum(part.flops for part in unit) for unit in units]
+    backward = _shares(flops, compute.backward_s / passes)
+    kept = kept_units(load, len(units), keeps_last=last)
+    now = link = 0.0
+
+    def gathered(unit: int) -> float:
+        return max(link, now) + times.best(all_gathers, sizes[unit] * load.recipe.parameter)
+
+    for micro in range(passes):
+        link = there = gathered(0)
+        for unit, seconds in enumerate(forward):
+            now = max(now, there)
+            if unit + 1 < len(units):
+                link = there = gathered(unit + 1)
+            now += seconds
+        there = now
+        if not kept[-1]:
+            link = there = gathered(len(units) - 1)
+        for unit in reversed(range(len(units))):
+            now = max(now, there)
+            if unit and not kept[unit - 1]:
+                link = there = gathered(unit - 1)
+            now += backward[unit]
+            if micro == passes - 1 or load.accumulate == "sharded":
+                link = max(link, now) + times.best(reduce_scatters, sizes[unit] * load.recipe.gradient)
     return max(max(now, link) - compute.forward_s - compute.backward_s, 0.0)
 
 
@@ -287,9 +307,9 @@ def _pipe(schedule: TurnOrder) -> Exposed:
 
 
 def _tensor(load: RankLoad, compute: Compute, times: Times) -> float:
-    """Count four all-reduces of the residual stream per block, which no computation hides."""
-    nbytes = load.batch * load.model.tokens * load.model.width * load.itemsize
-    return BLOCK_ALL_REDUCES * load.model.blocks * times.of("all_reduce", nbytes)
+    """Sum all exchanges between split layers, which no computation hides."""
+    exchanges = between_layers(load, load.batch / load.accumulation) * load.accumulation
+    return sum(times.best(OPERATIONS[operation], nbytes) for operation, nbytes in exchanges)
 
 
 EXPOSED: Final[dict[str, Exposed]] = {
@@ -301,8 +321,8 @@ EXPOSED: Final[dict[str, Exposed]] = {
     **{name: _during(name) for name in ("overlap", "bucketed", "ddp")},
     "zero1": _zero12,
     "zero2": _zero12,
-    "zero3": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS),
-    "fsdp": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1]),
+    "zero3": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS, True),
+    "fsdp": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1], False),
     "asynchronous": _servers,
     **{name: _pipe(way.schedule) for name, way in WAYS.items() if way.schedule is not None},
     "tensor": _tensor,

@@ -27,6 +27,9 @@ ALONE: Final = 0o700
 SHARED: Final = 0o750
 _FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHER_FOLDER: Final = "choose another folder with --runs DIR"
+_OVERFLOW: Final = Path("/proc/sys/kernel/overflowuid")
+_USER_IDS: Final = Path("/proc/self/uid_map")
+_ALL_IDS: Final = ["0", "0", "4294967295"]  # outside of user namespaces
 
 _shares: ContextVar[Callable[[], bool] | None] = ContextVar("_shares", default=None)
 _warned: set[str] = set()
@@ -79,26 +82,50 @@ def check_parents(path: Path, *, warn: bool = True) -> None:
     """Refuse a folder that any user could rename and replace with another one.
 
     Raises:
-        UntrustedError: if a folder above `path` is world-writable and has no sticky bit.
+        UntrustedError: if a folder above `path` belongs to a stranger, or is world-writable and has no sticky bit.
         RunFolderError: if a folder above `path` cannot be examined.
     """
     parents = Path(os.path.realpath(path)).parents
     try:
-        modes = [(parent, parent.stat().st_mode) for parent in parents]
+        found = [(parent, parent.stat()) for parent in parents]
     except OSError as error:
         raise RunFolderError(f"{error.filename}: cannot be examined: {error.strerror}; {_OTHER_FOLDER}") from error
-    for parent, mode in modes:
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    for parent, status in found:
+        _check_parent_owner(parent, status, warn=warn)
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
             raise UntrustedError(
                 f"{parent}: every user can replace the folders in it; run chmod o-w {quote(str(parent))}, "
                 f"or {_OTHER_FOLDER}"
             )
-    parent, mode = modes[0]
+    parent, mode = found[0][0], found[0][1].st_mode
     if warn and mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
         warn_once(
             f"{parent}: its group can replace the runs in it; to prevent that, run: chmod g-w {quote(str(parent))}",
             "parent",
         )
+
+
+def _check_parent_owner(parent: Path, status: os.stat_result, *, warn: bool) -> None:
+    """Refuse a folder of a stranger, who could replace all folders in it. Warn of that of a colleague.
+
+    A colleague has the folder's group, as this user does. Root is only warned, because in a container the folders of
+    the host belong to others. Where root's files show as those of nobody, nobody is trusted. A command that only shows
+    runs checks only the owner of each run.
+
+    Raises:
+        UntrustedError: if the folder belongs to a stranger.
+    """
+    owner = status.st_uid
+    if is_trusted(owner) or _shares.get() is not None:
+        return
+    if owner == int(_OVERFLOW.read_text()) and _USER_IDS.read_text().split() != _ALL_IDS:
+        return
+    replaces = f"{parent}: belongs to user {owner}, who can replace the folders in it"
+    if os.geteuid() == 0 or _has_group_with(owner, status.st_gid):
+        if warn:
+            warn_once(f"{replaces}; to prevent that, {_OTHER_FOLDER}", "owner of a parent")
+        return
+    raise UntrustedError(f"{replaces}; {_OTHER_FOLDER}")
 
 
 def made_by_us(path: Path, *, shared: bool = False) -> None:
@@ -162,10 +189,17 @@ def _enter(within: int, name: str) -> int:
 def _is_shared(status: os.stat_result) -> bool:
     """Return True if the folder is shared with a group of both its owner and this user, and `looking` allows it."""
     shares = _shares.get()
-    if shares is None or status.st_mode & 0o072 != 0o050 or status.st_gid not in (os.getegid(), *os.getgroups()):
+    if shares is None or status.st_mode & 0o072 != 0o050:
+        return False
+    return _has_group_with(status.st_uid, status.st_gid) and shares()
+
+
+def _has_group_with(user: int, group: int) -> bool:
+    """Return True if this user and another one are both in a group."""
+    if group not in (os.getegid(), *os.getgroups()):
         return False
     try:
-        owner = pwd.getpwuid(status.st_uid)
+        other = pwd.getpwuid(user)
     except KeyError:
         return False
-    return status.st_gid in os.getgrouplist(owner.pw_name, owner.pw_gid) and shares()
+    return group in os.getgrouplist(other.pw_name, other.pw_gid)

@@ -1,10 +1,12 @@
 """Write figures to files. Equal figures give equal files, byte for byte, apart from the command in the metadata."""
 
 import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,18 +52,43 @@ def sheet(width: float, height: float, settings: dict[str, Any]) -> Iterator[Any
         RefusedError: if matplotlib is not installed.
     """
     try:
-        from matplotlib import rc_context
+        with library_folder():
+            from matplotlib import rc_context, rcdefaults, rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         need = f"plots need {error.name}, which {sys.executable} does not have"
         raise RefusedError(f"{need}; install the extra `plots`: ./setup.sh, or pip install '.[plots]'") from error
     ours: Any = {"svg.hashsalt": "muster", "font.size": 9, **settings}
-    with rc_context(ours), warnings.catch_warnings():
+    with rc_context(), warnings.catch_warnings():
+        rcdefaults()
+        rcParams.update(ours)
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # missing characters become boxes
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
+
+
+@contextmanager
+def library_folder() -> Iterator[None]:
+    """Import matplotlib in its own folder, whose settings are its defaults.
+
+    On import it reads `matplotlibrc` of the current folder, which may be a stranger's. `MPLBACKEND` may be invalid.
+    """
+    found = None if "matplotlib" in sys.modules else find_spec("matplotlib")
+    data = Path(found.origin or "").parent / "mpl-data" if found is not None else None
+    if data is None or not data.is_dir():
+        yield
+        return
+    here, backend = os.open(".", os.O_PATH), os.environ.pop("MPLBACKEND", None)
+    try:
+        os.chdir(data)
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
 
 def _encodable(text: str) -> str:

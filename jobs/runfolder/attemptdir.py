@@ -2,12 +2,16 @@
 
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import folder_error, make_folder
 from muster.jobs.basics.places import At, Each
+from muster.jobs.basics.reading import read_json
+from muster.jobs.hosts.placement import Placement
 from muster.jobs.runfolder.profiledir import PROFILE, ProfileDir
 
 OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+(\.stop)?\.\w+")
@@ -40,6 +44,13 @@ class AttemptDir:
     timeline = At("timeline.jsonl")  # the actions of every rank in some steps (`jobs/train/timeline.py`)
     # measurements, one record per line (`collectives_bench/records.py`, `jobs/timing/records.py`)
     bench = At("bench.jsonl")
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks; None if the attempt has no readable placement."""
+        with suppress(OSError, ValueError, MusterError):
+            return Placement.from_json(read_json(self.placement)).world_size
+        return None
 
     def outputs(self, rank: int) -> tuple[str, str]:
         """Return the paths of a rank's output and error as text, without a Path for each of 100,000 ranks."""

@@ -31,17 +31,41 @@ def split_of(settings: "TrainRules", world_size: int) -> Parallel:
     Raises:
         RefusedError: if the split does not fit the world size.
     """
-    given = settings.parallel
-    if given is None:
-        return _filled(settings, MODES[settings.mode].expand(world_size))
-    parallel = Parallel(given.data, given.pipe, given.tensor, given.zero, given.sync, given.schedule or "")
-    if parallel.world_size != world_size:
+    given, parallel = settings.parallel, _unfilled(settings, world_size)
+    if given is not None and parallel.world_size != world_size:
         factors = " x ".join(f"{name} {size}" for name, size in _degrees(given) if size > 1 or name == "data")
         raise RefusedError(
             f"train.parallel: {factors} makes {counted(parallel.world_size, 'rank')}, "
             f"but the job has {world_size}; set nodes and ranks_per_node to match"
         )
     return _filled(settings, parallel)
+
+
+def microbatches_of(settings: "TrainRules", world_size: int) -> int:
+    """Return the number of micro-batches of a pipeline on that many ranks; with `parallel:`, on its own ranks."""
+    return _filled(settings, _unfilled(settings, world_size)).microbatches
+
+
+def given_microbatches(settings: "TrainRules") -> int | None:
+    """Return the number of micro-batches that the job sets, or None if the default applies."""
+    return (settings.parallel and settings.parallel.microbatches) or settings.microbatches
+
+
+def told_division(settings: "TrainRules", before: int, now: int) -> str:
+    """Describe how the division of every batch changes with the number of ranks; "" if it does not."""
+    fitted = [(with_copies(settings, ranks), ranks) for ranks in (before, now)]
+    parts = [(each.virtual_world_size(ranks), each.accumulation(ranks)) for each, ranks in fitted]
+    changes = [
+        f"{counted(has, name)} instead of {had}"
+        for name, had, has in zip(("shard", "micro-batch"), *parts, strict=True)
+        if had != has
+    ]
+    if not changes:
+        return ""
+    return (
+        f"{counted(now, 'rank')} instead of {before}: batches are divided into {' and '.join(changes)}, which changes "
+        "rounding and random numbers; exact: true keeps results equal"
+    )
 
 
 def with_copies(settings: T, world_size: int) -> T:
@@ -55,6 +79,13 @@ def with_copies(settings: T, world_size: int) -> T:
     return settings if left or not copies else replaced(settings, parallel=replaced(given, data=copies))
 
 
+def _unfilled(settings: "TrainRules", world_size: int) -> Parallel:
+    given = settings.parallel
+    if given is None:
+        return MODES[settings.mode].expand(world_size)
+    return Parallel(given.data, given.pipe, given.tensor, given.zero, given.sync, given.schedule or "")
+
+
 def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:
     return (("data", given.data), ("pipe", given.pipe), ("tensor", given.tensor))
 
@@ -63,10 +94,9 @@ def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
     """Set the number of micro-batches per batch and the number of model slices (chunks) per rank of a pipeline."""
     if not parallel.schedule:
         return parallel
-    of_split = None if settings.parallel is None else settings.parallel.microbatches
     few = parallel.schedule in ("model", "terapipe")  # terapipe keeps its ranks busy with slices instead
     default = 1 if few else max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
-    microbatches = 1 if parallel.schedule == "model" else of_split or settings.microbatches or default
+    microbatches = 1 if parallel.schedule == "model" else given_microbatches(settings) or default
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import changed
+from muster.jobs.spec.expand import given_microbatches
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -19,6 +20,7 @@ DATA: Final = "train.data"
 FREE: Final = ("units", "plan")  # keys of train.model that may change
 CODE: Final = "code"  # the SHA-256 of the user's files; they may change
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # the value is 0 if the job is not exact
+MICROBATCHES: Final = "train.microbatches"  # of exact pipelines, else 0
 
 
 def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int
         "train.batch_size": min(settings.batch_size, samples),
         "train.seed": settings.seed,
         VIRTUAL_RANKS: virtual_ranks if settings.exact else 0,
+        MICROBATCHES: given_microbatches(settings) or 0 if settings.exact else 0,
         "randomness": RANDOMNESS,
     }
 
@@ -61,8 +64,8 @@ def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
         raise RefusedError(f"{where}: it does not list its settings, so another version of Muster wrote it")
     for name, now in wanted.items():
         before = found.get(name)
-        # `exact` may change. If both jobs are exact, virtual ranks must not change, because they set the order of sums.
-        if name == VIRTUAL_RANKS and not (before and now):
+        # `exact` may change. If both jobs are exact, these must not change, because they set the order of sums.
+        if name in (VIRTUAL_RANKS, MICROBATCHES) and not (before and now):
             continue
         if before != now:
             raise RefusedError(

@@ -24,7 +24,7 @@ from muster.jobs.machine import network
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.direct import record
 from muster.jobs.spec.conflicts import unread
-from muster.jobs.spec.filled import fixed_batch, with_fixed_batch
+from muster.jobs.spec.filled import fixed, with_fixed
 from muster.jobs.spec.job import Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.train import TrainSettings
@@ -65,7 +65,8 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     detected = detect(os.environ, flags_of(args))
     env = detected.env
     try:
-        loaded = with_fixed_batch(loaded, fixed_batch(loaded.job, env.world_size))
+        given = loaded.job
+        loaded = with_fixed(loaded, fixed(given, env.world_size, cores=cores_of(env)))
         job, settings = loaded.job, settings_of(loaded.job)
         settings.check(env.world_size)
     except RefusedError as error:
@@ -78,7 +79,6 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     for mistake in loaded.dropped if env.rank == 0 else ():
         complain(f"muster: warning: {mistake}")
     os.environ.update(job.env)
-    torch.set_num_threads(threads_of(job, env))
     make_deterministic(settings)
     use_interface_towards(env.master_addr)
     say_waiting(job, detected)
@@ -88,6 +88,10 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hosts = [peer.host for peer in peers]
     start = share_start(store, lambda: begin_attempt(loaded, env, hosts, args), env)
+    if args.resume is not None:
+        job = fixed(given, env.world_size, cores=cores_of(env), run=start.run)
+
+    torch.set_num_threads(threads_of(job, env))
 
     def work() -> int:
         if needs_group(settings.split(env.world_size)):
@@ -128,6 +132,11 @@ def say_waiting(job: Job, detected: Detected) -> None:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
         where = f"{env.master_addr}:{env.master_port}"
         complain(f"muster: rank {env.rank} of {env.world_size} waits for the others at {where} until {until}")
+
+
+def cores_of(env: RankEnv) -> int | None:
+    """Return the number of cores that all ranks share; None if they are on several nodes."""
+    return len(os.sched_getaffinity(0)) if env.local_world_size == env.world_size else None
 
 
 def threads_of(job: Job, env: RankEnv) -> int:

@@ -174,7 +174,7 @@ class Engine:
         All ranks must call this equally often, because a forward may be a collective.
         """
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.clock.muted():
             outputs = self.runs.predict(inputs)
         self.module.train()
         return outputs

@@ -38,7 +38,7 @@ from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import NotSaving, Saver, Target
 from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
-from muster.jobs.spec.expand import split_text
+from muster.jobs.spec.expand import split_text, told_division
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.spec.recorded import records
 from muster.jobs.tensors.snapshot import MemorySnapshot
@@ -219,6 +219,11 @@ class TrainStart:
     resume: Resume | None = None
     in_place: InPlace | None = None
 
+    @property
+    def world_before(self) -> int | None:
+        """The number of ranks of the attempt before; None if there is none."""
+        return self.run.attempt(self.attempt - 1).world_size if self.attempt else None
+
 
 def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, living: LivingState | None = None) -> int:
     """Train, with metrics and checkpoints in the run folder; return the rank's exit code.
@@ -235,7 +240,7 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
     events = EventFiles(start.run.path, "tensorboard: true") if writes_events else None
     data = data_of(start, job, world, living)
     if world.rank == 0:
-        print(describe(job, data, world), flush=True)
+        print(describe(job, data, world, start.world_before), flush=True)
     prepare(settings_of(job).profile, cuda_graph=records(settings_of(job), world.device.type))
     memory = record_memory(start, job, world)
     trainer = build_trainer(settings_of(job), data, world)
@@ -382,15 +387,20 @@ def build_saver(
     return with_copies(Saver(target, settings, held, room, world, schedule, describe, reporter), memory_run())
 
 
-def describe(job: "Job", data: Data, world: World) -> str:
-    """Describe a training in one line: model, data, mode, precision and ranks."""
+def describe(job: "Job", data: Data, world: World, before: int | None = None) -> str:
+    """Describe a training in one line: model, data, mode, precision and ranks.
+
+    A second line tells how `before`, the number of ranks of the attempt before, divided batches otherwise.
+    """
     settings = settings_of(job)
     over = "" if settings.is_pipeline else f" over {settings.virtual_world_size(world.size)} virtual ranks"
     exact = f", exact{over}" if settings.exact else ""
     mode = split_text(settings)
     numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
     threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} per rank"
+    told = "" if before is None else told_division(settings, before, world.size)
     return (
         f"{settings.model.title} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
         f"mode {mode}{exact}{numbers}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
+        + (f"\n{told}" if told else "")
     )

@@ -59,17 +59,16 @@ def load_of(
         RefusedError: if the job's model comes from user code and `own` does not have it.
     """
     from muster.collectives_bench.cost.load import SIZES, RankLoad
-    from muster.jobs.spec.expand import FILL
-    from muster.jobs.spec.filled import fixed_batch
+    from muster.jobs.spec.expand import FILL, given_microbatches
+    from muster.jobs.spec.filled import fixed
     from muster.jobs.spec.train import TrainSettings
 
-    settings = fixed_batch(job, ranks).settings
+    settings = fixed(job, ranks).settings
     assert isinstance(settings, TrainSettings)
     if settings.sync == "data_parallel":
         ranks = max(ranks, settings.replicas)  # data_parallel: one rank drives several devices
     if microbatches is None:
-        of_split = None if settings.parallel is None else settings.parallel.microbatches
-        microbatches = of_split or settings.microbatches or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
+        microbatches = given_microbatches(settings) or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
     sent_as, bucket_mb = settings.communication_dtype, settings.bucket_size_mb

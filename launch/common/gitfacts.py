@@ -9,6 +9,8 @@ from typing import Any, Final
 DEADLINE_S: Final = 60.0
 # Other GIT_ variables are removed: inside a git hook they name the hook's repository, not the folder in question.
 KEPT: Final = ("GIT_CEILING_DIRECTORIES", "GIT_CONFIG", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
+# Settings of the folder's repository that would run programs. Filters (`filter.NAME.clean`) still run in a diff.
+HARMLESS: Final = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.ignoreSubmodules=dirty")
 DIFF_BYTES: Final = 1 << 20
 FAILED: Final = 128  # git's exit code for its own errors: no repository, an untrusted one, a damaged one
 REASON_CHARACTERS: Final = 200
@@ -24,7 +26,7 @@ def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
     Raises:
         GitError: if git is not installed, fails, or takes too long.
     """
-    argv = ["git", *arguments]
+    argv = ["git", *(word for setting in HARMLESS for word in ("-c", setting)), *arguments]
     try:
         done = subprocess.run(
             argv,
@@ -49,7 +51,8 @@ def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which git commands change nothing and never prompt."""
     kept = {name: value for name, value in environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
-    return {**kept, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    fixed = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1"}
+    return {**kept, "LC_ALL": "C", **fixed}
 
 
 def names(folder: Path, *options: str) -> list[str]:

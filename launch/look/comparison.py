@@ -16,6 +16,7 @@ from muster.jobs.measuring.launches import LaunchTimes, MeasuredRow, launch_of, 
 from muster.jobs.measuring.sides import LEAST_LAUNCHES
 from muster.jobs.measuring.stats import median_interval
 from muster.launch.look.steps import PARTS, Measured, losses_of
+from muster.launch.records.runrows import rate_of
 
 WORDS: Final = {"worse": "slower", "better": "faster", "same": "same", "no verdict": "no verdict"}
 MICRO: Final = 1e6
@@ -107,7 +108,7 @@ def row_of(label: str, runs: Sequence[Measured]) -> RunRow:
         low_s=low_s,
         high_s=high_s,
         parts_s={part: fmean(step.parts[part] for step in every) for part in PARTS},
-        rate=sum(step.units for step in every) / sum(step.seconds for step in every),
+        rate=rate_of((step.units, step.seconds) for step in every),
         unit=first.unit,
         peak_bytes=max(peaks, default=None),
         final_loss=first.final_loss,

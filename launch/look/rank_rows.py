@@ -48,6 +48,13 @@ class LossRow(msgspec.Struct, gc=False):
     loss: Real | None = None
     unit: str = ""
     evaluation: bool = False
+    step_s: Amount = 0.0
+    rate: Amount = 0.0
+
+    @property
+    def units(self) -> float:
+        """The units of the global batch; 0 if unknown."""
+        return self.rate * self.step_s
 
 
 COLUMN: Final = {name: place for place, name in enumerate(RankRow.__struct_fields__)}
@@ -69,14 +76,14 @@ def read_rank(path: Path) -> Table:
     return newest_first[places]
 
 
-def read_losses(path: Path) -> tuple[dict[int, float | None], str]:
-    """Read the loss of each step of a run, and the unit of its rate. Errors as for `read_rank`."""
-    losses, unit = dict[int, float | None](), ""
+def read_run(path: Path) -> tuple[dict[int, LossRow], str]:
+    """Read the newest row of each step of a run, and the unit of its rate. Errors as for `read_rank`."""
+    found, unit = dict[int, LossRow](), ""
     for chunk in _chunks(path):
         for row in _rows(chunk, _OF_RUN, _loss_row):
             if not row.evaluation:
-                losses[row.step], unit = row.loss, row.unit or unit
-    return losses, unit
+                found[row.step], unit = row, row.unit or unit
+    return found, unit
 
 
 def over_ranks(tables: Iterable[Table], sums: Sequence[int], largest: Sequence[int]) -> tuple[Table, int]:
@@ -139,4 +146,5 @@ def _loss_row(record: dict[str, Any]) -> LossRow | None:
     step = number(record.get("step"), least=1)
     if step is None:
         return None
-    return LossRow(step, real(record.get("loss")), text(record.get("unit")) or "", "evaluation" in record)
+    work = (max(real(record.get(name)) or 0.0, 0.0) for name in ("step_s", "rate"))
+    return LossRow(step, real(record.get("loss")), text(record.get("unit")) or "", "evaluation" in record, *work)

@@ -17,7 +17,7 @@ import numpy
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.memories import read_memories
-from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_losses, read_rank
+from muster.launch.look.rank_rows import COLUMN, LossRow, Table, over_ranks, read_rank, read_run
 from muster.launch.look.stragglers import with_stragglers
 from muster.launch.records.runstate import read_state
 from muster.launch.records.stragglers import Straggler
@@ -123,13 +123,27 @@ def _steps(
 ) -> tuple[list[MeasuredStep], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
     newest: dict[int, tuple[Table, int]] = {}  # {step: (its row combined over all ranks, number of ranks)}
+    of_run, unit = read_run(run.metrics)
     for attempt in run.attempt_numbers():
         paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
         table, ranks = combined(run, [_with_units(read_rank(path)) for path in paths])
-        newest |= {int(row[0]): (row, ranks) for row in table}
-    losses, unit = read_losses(run.metrics)
-    steps = [_step(*newest[place], losses.get(place)) for place in sorted(newest)]
+        newest |= {int(row[0]): (row, ranks) for row in _of_batches(table, of_run)}
+    steps = [_step(*newest[place], of_run[place].loss if place in of_run else None) for place in sorted(newest)]
     return steps, newest[steps[-1].number][1] if steps else 0, unit
+
+
+def _of_batches(table: Table, of_run: Mapping[int, LossRow]) -> Table:
+    """Set the units of each step to those of its global batch, which the run's rows have.
+
+    Ranks that hold one copy of the model together each record its whole batch, so a sum over ranks has it several
+    times. Steps that rank 0 has not reported yet have the same share of their sum as the other steps of the attempt.
+    """
+    summed = table[:, COLUMN["rate"]]
+    units = numpy.array([of_run[step].units if step in of_run else 0.0 for step in map(int, table[:, 0])])
+    known = (units > 0.0) & (summed > 0.0)
+    share = units[known].sum() / summed[known].sum() if known.any() else 1.0
+    table[:, COLUMN["rate"]] = numpy.where(known, units, summed * share)
+    return table
 
 
 def _in_step(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
@@ -152,7 +166,7 @@ def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
 
 
 def _with_units(table: Table) -> Table:
-    """Replace the rate of each step by its number of units, which can be added over ranks."""
+    """Replace the rate of each step by its number of units."""
     table[:, COLUMN["rate"]] *= table[:, COLUMN["step_s"]]
     return table
 

@@ -1,7 +1,7 @@
 """Read and sort the records of a run folder. `launch/records/runstate.py` interprets them."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
@@ -202,6 +202,16 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def rate_of(steps: Iterable[tuple[float, float]]) -> float:
+    """Return the rate over steps, each given by the units of its global batch and by its seconds. All views use this.
+
+    The units come from the run's rows. Those of ranks cannot be added: every stage of a pipeline and every tensor rank
+    records its whole batch.
+    """
+    units, seconds = map(sum, zip(*steps, strict=True))
+    return units / seconds
+
+
 def step_rate(run: RunDir) -> StepRate | None:
     """Summarise the steps of the newest attempt that has any, without its warm-up; return None before the first step.
 
@@ -210,7 +220,8 @@ def step_rate(run: RunDir) -> StepRate | None:
     steps = (row for row in last_rows(run.metrics) if not row.get("evaluation"))
     newest = next(steps, {})
     of_attempt = [newest, *takewhile(lambda row: row.get("attempt") == newest.get("attempt"), steps)]
-    rates = [row["rate"] for row in of_attempt if "rate" in row]
+    works = [(row["rate"], real(row.get("step_s")) or 1.0) for row in of_attempt if "rate" in row]
+    rates = [rate_of([(rate * seconds, seconds)]) for rate, seconds in works]
     rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest rates come first
     if not rates:
         return None

@@ -188,8 +188,8 @@ def stragglers_of(
 
 
 def _joint(paces: Sequence[RankPace]) -> RankPace:
-    """Return the pace of a unit: that of its ranks, which wait for each other within a step."""
-    return paces[0] if len(paces) == 1 else sorted(paces, key=lambda each: each.own_s)[len(paces) // 2]
+    """Return the pace of a unit: that of its slowest rank, for which the others wait within a step."""
+    return max(paces, key=lambda each: each.own_s)
 
 
 def _suspects_of(team: Mapping[Unit, RankPace]) -> dict[Unit, Slowness]:

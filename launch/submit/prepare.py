@@ -19,7 +19,7 @@ from muster.jobs.hosts.placement import Host, divide
 from muster.jobs.machine.network import is_own
 from muster.jobs.runfolder.rundir import RunDir, run_path, runs_root
 from muster.jobs.spec import yamlfile
-from muster.jobs.spec.filled import fixed_batch, with_fixed_batch
+from muster.jobs.spec.filled import fixed, with_fixed
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.site import Site, placed
@@ -67,11 +67,16 @@ class PreparedSubmission:
 
 
 def prepare(
-    request: Request, *, here: bool = True, route: Route | None = None, allow_unread: bool = False
+    request: Request,
+    *,
+    here: bool = True,
+    route: Route | None = None,
+    resumed: RunDir | None = None,
+    allow_unread: bool = False,
 ) -> PreparedSubmission:
     """Load, place and check a job. `here`: pretend nodes run on this machine, so its limits apply to them.
 
-    `route`: the route of a resumed run, or None to derive it from the request. `allow_unread`: as for `load_job`.
+    `route`: the route of the `resumed` run, or None to derive it from the request. `allow_unread`: as for `load_job`.
 
     Raises:
         UsageError: if no job file is named, or options contradict each other.
@@ -83,11 +88,11 @@ def prepare(
     changes, text = request.changes(), request.job_text
     loaded = load_job(Path(request.job), KINDS, changes, text=text, allow_unread=allow_unread)
     site = site_of(request)
-    resumed, route = route is not None, route or route_of(request, site)
+    route = route or route_of(request, site)
     check_options(request, route.transport)
     try:
-        context = _context(request, loaded.job, site, route, here=here and route.is_here)
-        if here and route.is_here and not resumed:  # a resumed run uses its original working folder
+        context = _context(request, loaded.job, site, route, here=here and route.is_here, resumed=resumed)
+        if here and route.is_here and resumed is None:  # a resumed run uses its original working folder
             check_program(context)
     except RefusedError as error:
         message = str(error)
@@ -97,16 +102,16 @@ def prepare(
         if request.program:
             message = message.removeprefix("command: ")
         raise RefusedError(loaded.document.placed(message)) from error
-    return PreparedSubmission(Submission(route, context), with_fixed_batch(loaded, context.job))
+    return PreparedSubmission(Submission(route, context), with_fixed(loaded, context.job))
 
 
-def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool) -> Context:
+def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool, resumed: RunDir | None) -> Context:
     """Place a job, and check that it can run. `here`: it runs on this machine."""
     if here:
         check_size(job, len(this_machine().cores))
     hosts = pretend_nodes(job, this_machine()) if route.is_here else nodes_of(job, site, route)
     placement, spares = place_with_spares(job, hosts)
-    job = fixed_batch(job, placement.world_size)
+    job = fixed(job, placement.world_size, cores=len(this_machine().cores) if here else None, run=resumed)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     if here:
         data = {} if site.data is None else {"MUSTER_DATA": site.data}

@@ -215,7 +215,7 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
     new = replace(request, job=str(run.job), site=request.site or str(run.site))
     if not new.names_hosts and not new.executor:
         new = replace(new, on=new.on or before.route.transport)
-    prepared = prepare(new, route=_route(before.route, new), allow_unread=True)
+    prepared = prepare(new, route=_route(before.route, new), resumed=run, allow_unread=True)
     was, now = before.context, prepared.context
     moved = any(each.partition("=")[0] == "workdir" for each in request.overrides)
     renamed = other_site or now.job.python != was.job.python

@@ -30,7 +30,7 @@ def outside_graph(call: Callable[..., Any], *given: Any) -> Any:
 class Region:
     """A group of ranks. With `sequence_dimension`, activations between split layers are split along that dimension.
 
-    If `group` is None, there is a single rank.
+    If `group` is None, there is a single rank. `on_wait` is called with True before and False after every wait.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sequence_dimension: int | None = None) -> None:
@@ -38,6 +38,7 @@ class Region:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.sequence_dimension = sequence_dimension if self.ranks > 1 else None
+        self.on_wait: Callable[[bool], None] = lambda begins: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Region":
         """Return this region itself, because a copied model uses the same group."""
@@ -67,7 +68,7 @@ class Region:
     def _begin(self, x: Tensor, operation: Any) -> Pending:
         if self.ranks == 1:
             return lambda: x
-        return _after(dist.all_reduce(x, op=operation, group=self.group, async_op=True), lambda: x)
+        return self._after(dist.all_reduce(x, op=operation, group=self.group, async_op=True), lambda: x)
 
     def begin_gather(self, x: Tensor) -> Pending:
         """Begin to concatenate the ranks' parts of the sequence."""
@@ -75,8 +76,8 @@ class Region:
         side_by_side = x.new_empty((self.ranks * x.shape[0], *x.shape[1:]))
         work = all_gather(side_by_side, x.contiguous(), group=self.group, async_op=True)
         if dimension == 0:
-            return _after(work, lambda: side_by_side)
-        return _after(work, lambda: torch.cat(side_by_side.chunk(self.ranks), dimension))
+            return self._after(work, lambda: side_by_side)
+        return self._after(work, lambda: torch.cat(side_by_side.chunk(self.ranks), dimension))
 
     def begin_scatter_sum(self, x: Tensor) -> Pending:
         """Begin to sum a tensor over ranks; each rank gets its part of the sequence.
@@ -88,7 +89,7 @@ class Region:
         self.require_divisible(x)
         parts = x.contiguous() if dimension == 0 else torch.cat(x.chunk(self.ranks, dimension))
         out = x.new_empty((parts.shape[0] // self.ranks, *parts.shape[1:]))
-        return _after(reduce_scatter(out, parts, group=self.group, async_op=True), lambda: out)
+        return self._after(reduce_scatter(out, parts, group=self.group, async_op=True), lambda: out)
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's part of a whole sequence. Nothing is sent.
@@ -124,10 +125,11 @@ class Region:
         assert self.sequence_dimension is not None
         return self.sequence_dimension
 
+    def _after(self, work: Any, result: Pending) -> Pending:
+        def wait() -> Tensor:
+            self.on_wait(True)
+            work.wait()
+            self.on_wait(False)
+            return result()
 
-def _after(work: Any, result: Pending) -> Pending:
-    def wait() -> Tensor:
-        work.wait()
-        return result()
-
-    return wait
+        return wait

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -151,6 +152,28 @@ def test_a_run_of_ones_own_is_found_among_planted_ones(plant, public: Path, home
     (row,) = json.loads(shown.stdout)
     assert row["run_id"] != NEWEST
     assert len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("group", [ATTACKER, VICTIM])
+def test_a_folder_below_that_of_a_stranger_is_not_used(public: Path, level: int, group: int) -> None:
+    (public / "job.yaml").write_text(JOB.format("true"))
+    theirs = public / "theirs"
+    runs = theirs / "between" / "runs" if level else theirs / "runs"
+    runs.mkdir(parents=True)
+    for path in (runs, runs.parent):
+        os.chown(path, VICTIM, VICTIM)
+    os.chown(theirs, ATTACKER, group)  # mode 755: only the attacker can replace what is in it
+    words = ("run", "job.yaml", "--runs", str(runs))
+    done = muster_as(VICTIM, *words, cwd=public)
+    assert (done.returncode, done.stderr.count("\n")) == (77, 1)
+    assert f"{theirs}: belongs to user {ATTACKER}, who can replace the folders in it; choose another" in done.stderr
+    assert not [*runs.iterdir()]
+    nobody = pwd.getpwnam("nobody")
+    os.chown(theirs, nobody.pw_uid, nobody.pw_gid)
+    for done in (muster_as(VICTIM, *words, cwd=public, gid=nobody.pw_gid), muster_as(0, *words, cwd=public)):
+        assert done.returncode == 0  # a colleague of the group; in a container, root
+        assert "who can replace the folders in it; to prevent that, choose another folder" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["list"], ["status"], ["bench", "show"], ["resume", NEWEST]])

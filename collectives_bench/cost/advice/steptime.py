@@ -24,7 +24,6 @@ from muster.collectives_bench.cost.advice.plans import SplitPlan
 from muster.collectives_bench.cost.advice.site import GroupNetwork, JobSite, NoNetwork
 from muster.collectives_bench.cost.buckets import Lanes
 from muster.collectives_bench.cost.exposed import (
-    BLOCK_ALL_REDUCES,
     BUCKETS,
     EXPOSED,
     NO_COMPUTE,
@@ -36,6 +35,7 @@ from muster.collectives_bench.cost.exposed import (
 )
 from muster.collectives_bench.cost.load import RankLoad, Split
 from muster.collectives_bench.cost.memory import PeakMemory, memory_of
+from muster.collectives_bench.cost.messages import between_layers
 from muster.collectives_bench.cost.modes import PredictedStage, chunks_of, cut
 from muster.collectives_bench.cost.slices import held_by
 from muster.jobs.models.anatomy import Anatomy
@@ -173,7 +173,7 @@ def _whole_model(plan: SplitPlan, site: JobSite, bound: Bound) -> StepParts:
     parts = load.accumulation
     forward, backward = site.passes(plan, samples / parts, site.active)
     update = _update_s(plan, site, 1.0)
-    split_s, split_bytes = _split_layers(plan, site, samples, bound)
+    split_s, split_bytes = (parts * each for each in _split_layers(plan, site, samples / parts, bound))
     averaged = _averaging(plan, site, load.model, Compute(forward, backward, update), bound)
     return StepParts(
         data=site.times.data_s * samples / site.times.passes[0].samples,
@@ -209,6 +209,9 @@ def _averaging(plan: SplitPlan, site: JobSite, model: Anatomy, compute: Compute,
     nodes = site.nodes_of(plan.data, plan.tensor)
     network = GroupNetwork(site.network, nodes, site.groups_on_link(plan.data, plan.tensor))
     times = Times(network, load, nodes, bound, _lanes(site, load, network, nodes))
+    if plan.zero == 3:  # parameters are gathered for every micro-batch, and gradients sent in the last one
+        passes = load.accumulation
+        compute = replace(compute, forward_s=passes * compute.forward_s, backward_s=passes * compute.backward_s)
     exposed_s = EXPOSED[plan.averaging](load, compute, times)
     if not plan.schedule and site.active > site.times.cores:  # ranks that take turns do not end together
         exposed_s = max(exposed_s, 0.0)
@@ -234,17 +237,19 @@ def _sent(plan: SplitPlan, volume: float) -> float:
 
 
 def _split_layers(plan: SplitPlan, site: JobSite, samples: float, bound: Bound) -> tuple[float, float]:
-    """Return the seconds and bytes of the all-reduces between split layers, for all blocks."""
+    """Return the seconds and bytes of the exchanges between split layers, for a micro-batch."""
     if plan.tensor == 1:
         return 0.0, 0.0
-    model = site.load.model
-    nbytes = round(samples * model.tokens * model.width * site.load.itemsize)
+    exchanges = between_layers(replace(site.load, sequence=False), samples)
     nodes = site.nodes_of(plan.tensor, 1)
-    took = site.network.predict(
-        "all_reduce", nbytes, ranks=plan.tensor, nodes=nodes, backend=site.load.backend, back_to_back=True
+    took = (
+        site.network.predict(
+            operation, nbytes, ranks=plan.tensor, nodes=nodes, backend=site.load.backend, back_to_back=True
+        )
+        for operation, nbytes in exchanges
     )
-    calls = BLOCK_ALL_REDUCES * model.blocks
-    return calls * getattr(took, bound), calls * 2 * (plan.tensor - 1) / plan.tensor * nbytes
+    seconds = sum(getattr(each, bound) for each in took)
+    return seconds, 2 * (plan.tensor - 1) / plan.tensor * sum(nbytes for _, nbytes in exchanges)
 
 
 def _update_s(plan: SplitPlan, site: JobSite, share: float) -> float:

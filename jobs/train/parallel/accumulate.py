@@ -79,8 +79,11 @@ class Accumulation:
 
     def _micro_batch(self, micro: MicroInput, *, last: bool) -> Tensor:
         """Add one micro-batch's gradients; return its mean loss."""
+        clock = self.replica.clock
+        clock.phase = "forward"
         loss = self.numerics.loss(self.replica.forward, micro.inputs, micro.targets)
-        self.replica.clock.lap("forward")
+        clock.lap("forward")
+        clock.phase = "backward"
         counted = loss if micro.weight == 1.0 else loss * micro.weight
         self.replica.backward(self.scaler.scaled(counted), last=last)
         return loss

@@ -24,7 +24,6 @@ from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
 from muster.jobs.train.parallel.replica import Replica
-from muster.jobs.train.parallel.sharded import Waits
 from muster.jobs.train.parallel.state import Forms
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
@@ -46,7 +45,6 @@ class FsdpReplica(Replica):
         super().__init__(module, world, clock)
         assert world.group is not None
         self.forms = forms
-        self.waits = Waits(clock)
         self.adds_whole = settings.accumulate == "local"
         reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
@@ -63,13 +61,8 @@ class FsdpReplica(Replica):
             self.not_timed = ""
             for each in module.modules():
                 if isinstance(each, FSDPModule):
-                    each.set_custom_all_gather(cast(Any, Marked(all_gather, self.waits)))
-                    each.set_custom_reduce_scatter(cast(Any, Marked(reduce_scatter, self.waits)))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the model, whose hooks gather parameters."""
-        self.waits.phase = "forward"
-        return super().forward(inputs, targets)
+                    each.set_custom_all_gather(cast(Any, Marked(all_gather, clock)))
+                    each.set_custom_reduce_scatter(cast(Any, Marked(reduce_scatter, clock)))
 
     @contextmanager
     def _adding_whole(self) -> Iterator[None]:
@@ -87,7 +80,6 @@ class FsdpReplica(Replica):
         On CUDA, this class's hook marks the end of the backward. It runs before fully_shard's own callback, which waits
         for the last collectives.
         """
-        self.waits.phase = "backward"
         start = loss.clone()
         if self.world.device.type != "cpu":
             start.register_hook(self._mark_the_end)  # type: ignore[no-untyped-call]
@@ -131,8 +123,7 @@ class FsdpReplica(Replica):
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients; parameters stay sharded."""
-        with self.clock.muted():
-            outputs = super().predict(inputs)
+        outputs = super().predict(inputs)
         for each in self.module.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()  # after a forward some parameters stay gathered for a backward
@@ -151,9 +142,9 @@ class FsdpReplica(Replica):
 class Marked:
     """A collective of fully_shard on CPUs, with time marks at its beginning and end."""
 
-    def __init__(self, collective: Callable[..., Any], waits: Waits) -> None:
+    def __init__(self, collective: Callable[..., Any], clock: StepMarks) -> None:
         self.collective = collective
-        self.waits = waits
+        self.clock = clock
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for sending or receiving."""
@@ -161,11 +152,11 @@ class Marked:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
         """Run the collective."""
-        self.waits.hear(True)
+        self.clock.wait(True)
         finished = LOG.open(self.collective.__name__, max(output_tensor.nbytes, input_tensor.nbytes))
         work = self.collective(output_tensor, input_tensor, group=group, **options)
         finished()
-        self.waits.hear(False)
+        self.clock.wait(False)
         return work
 
 

@@ -31,6 +31,7 @@ from muster.jobs.tensors.parts import DTYPES, TensorPart
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import split_gpt, split_made
 from muster.jobs.train.parallel.state import Forms, parameter_of
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Groups
 from muster.pipe.tensor.slices import TensorSlice
@@ -90,7 +91,9 @@ def whole_layers(whole: Forms, world: World) -> Parts:
     return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1, check=None))
 
 
-def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, settings: "TrainSettings") -> Parts:
+def split_layers(
+    module: nn.Module, whole: Forms, world: World, groups: Groups, settings: "TrainSettings", clock: StepMarks
+) -> Parts:
     """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:
@@ -100,6 +103,7 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
         split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
     else:
         split = split_made(module, settings, groups.tensor)
+    split.region.on_wait = clock.wait
     along = replace(world, rank=world.tensor_rank, size=world.tensor, group=groups.tensor, pipe=1, tensor=1, check=None)
     return Parts(whole, Forms(module), split.slices, along)
 

@@ -145,7 +145,7 @@ def parallelize(
 
     parts = whole_layers(whole, world)
     if groups is not None and split.tensor > 1:
-        parts = split_layers(model, whole, world, groups, settings)
+        parts = split_layers(model, whole, world, groups, settings, clock)
 
     module = layers or model
     stages = None

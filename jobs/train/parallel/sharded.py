@@ -1,7 +1,6 @@
 """Layers with sharded state: modes zero1, zero2 and zero3, by the `zero` library."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, quiet, recipe
 from muster.jobs.train.parallel.replica import WrappedReplica
-from muster.jobs.train.profiling.clock import Phase, StepMarks
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
 from muster.zero.flat import ParameterRange
@@ -20,28 +19,6 @@ from muster.zero.sharded import Sharded
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
-
-
-class Waits:
-    """Time marks for a step that waits for communication within the forward and the backward.
-
-    forward ──┤wait├── forward ── | ── backward ──┤wait├── backward          between the bars: communication
-    """
-
-    def __init__(self, clock: StepMarks) -> None:
-        self.clock = clock
-        self.phase: Phase = "forward"
-
-    def hear(self, begins: bool) -> None:
-        """Mark the beginning or the end of a wait."""
-        self.clock.lap(self.phase if begins else "communication")
-
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Attribute the time in this context, except waits, to a phase."""
-        self.phase = phase
-        yield
-        self.clock.lap(phase)
 
 
 class ShardedReplica(WrappedReplica):
@@ -57,31 +34,20 @@ class ShardedReplica(WrappedReplica):
 
     def __init__(self, wrapper: Sharded, world: World, clock: StepMarks, *, marks_waits: bool = True) -> None:
         super().__init__(wrapper, world, clock)
-        self.waits = Waits(clock)
         if marks_waits:
-            wrapper.on_wait = self.waits.hear
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run the model through the wrapper."""
-        self.waits.phase = "forward"
-        return super().forward(inputs, targets)
+            wrapper.on_wait = clock.wait
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of a micro-batch.
 
         When this returns for the last one, each rank has its share of the mean.
         """
-        with self.waits.during("backward"):
-            torch.autograd.backward(loss)
-
-    def next_shard(self) -> None:
-        """Keep the gradients of the previous virtual rank separate, so that they are summed in order."""
-        with self.waits.during("backward"):
-            self.wrapper.next_shard()
+        torch.autograd.backward(loss)
+        self.clock.lap("backward")
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's share of the mean gradients."""
-        self.waits.phase = "optimizer"
+        self.clock.phase = "optimizer"
         return self.optimizer.gradients()
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
@@ -131,8 +97,7 @@ class ShardedReplica(WrappedReplica):
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients. Parameters stay sharded, because they may not fit in one rank's memory."""
-        with self.clock.muted():
-            outputs: Tensor = self.wrapper(inputs)
+        outputs: Tensor = self.wrapper(inputs)
         return outputs
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -152,5 +117,5 @@ class LayerwiseReplica(ShardedReplica):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of a micro-batch to this rank's share."""
-        with self.waits.during("backward"):
-            self.wrapper.backward(loss)
+        self.wrapper.backward(loss)
+        self.clock.lap("backward")

@@ -119,10 +119,11 @@ class Stages:
         if batch.weight != 1.0:
             self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
         on_cpu = self.world.device.type == "cpu"  # on a GPU, the pipeline measures only times of the host
+        self.clock.phase = None if on_cpu else "backward"
         with self._averaging():
             self.pipeline.step(batch.inputs, batch.targets)
             if on_cpu:
-                self.clock.laps_at((phase_of(span.step), span.end_s) for span in self.pipeline.spans)
+                self.clock.laps_at([(phase_of(span.step), span.end_s) for span in self.pipeline.spans])
             self.clock.lap("communication" if on_cpu else "backward")
         self.clock.lap("communication")
         assert self.pipeline.loss_sum is not None

@@ -8,11 +8,13 @@ be marked inside, so one phase, `replay`, replaces the four after `data`. In a p
 waits of the stages count as `backward`; `muster timeline` shows them separately.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from time import perf_counter
 from typing import Any, Final, Literal
 
@@ -42,12 +44,14 @@ class StepMarks:
         self._seconds = seconds
         self._steps: list[list[tuple[Phase, Any]]] = []
         self._laps: list[tuple[Phase, Any]] = []
+        self._waits: list[Any] = []  # marks of waits without a phase: begin, end, begin, end, ...
         self._muted = False
+        self.phase: Phase | None = "forward"  # the phase that waits interrupt; None: `laps_at` finds it
         self.listener: Callable[[str], None] | None = None  # called at every mark while the profiler records
 
     def start(self) -> None:
         """Begin a step."""
-        self._laps = [("data", self._mark())]
+        self._laps, self._waits = [("data", self._mark())], []
         if self.listener is not None:
             self.listener("start")
 
@@ -59,13 +63,30 @@ class StepMarks:
         if self.listener is not None:
             self.listener(phase)
 
-    def laps_at(self, ends: Iterable[tuple[Phase, float]]) -> None:
+    def wait(self, begins: bool) -> None:
+        """Mark the beginning or the end of a wait for communication within a phase.
+
+        forward ──┤wait├── forward ── | ── backward ──┤wait├── backward          between the bars: communication
+        """
+        if self.phase is not None:
+            self.lap(self.phase if begins else "communication")
+        elif not self._muted:
+            self._waits.append(self._mark())
+
+    def laps_at(self, ends: Sequence[tuple[Phase, float]]) -> None:
         """Set marks at times in the past, each with the phase that ended then. Works only on CPUs.
 
-        The times are from `time.monotonic()`, which on Linux reads the same clock as `time.perf_counter()`.
+        The times ascend and are from `time.monotonic()`, which on Linux reads the same clock as `time.perf_counter()`.
+        A wait that was marked without a phase interrupts the phase that ends next.
         """
-        if not self._muted:
-            self._laps += ends
+        if self._muted:
+            return
+        laps, times = [*ends], [at for _, at in ends]
+        for begin, end in zip(self._waits[::2], self._waits[1::2], strict=True):
+            around = bisect_left(times, end)
+            laps += [(ends[around][0] if around < len(ends) else "communication", begin), ("communication", end)]
+        self._laps += sorted(laps, key=itemgetter(1))
+        self._waits.clear()
 
     @contextmanager
     def muted(self) -> Iterator[None]:

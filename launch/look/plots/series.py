@@ -14,6 +14,7 @@ from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.measuring.stats import median_interval
 from muster.launch.look.comparison import RunRow, scaled
 from muster.launch.look.steps import PARTS, Measured, losses_of
+from muster.launch.records.runrows import rate_of
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "loss_time", "memory", "timeline")
 LOSSES: Final = ("loss", "loss_time")  # kinds that plot every step, warm-up included
@@ -194,7 +195,7 @@ def _unit(rows: Sequence[RunRow]) -> str:
 def _rates(runs: Sequence[Measured]) -> tuple[float, float]:
     """Return the interval of the rate over the runs, or over the steps of a single run."""
     units = [run.steps for run in runs] if len(runs) > 1 else [(step,) for step in runs[0].steps]
-    return median_interval([sum(step.units for step in each) / sum(step.seconds for step in each) for each in units])
+    return median_interval([rate_of((step.units, step.seconds) for step in each) for each in units])
 
 
 def _first(rows: Sequence[RunRow], mode: str) -> int:

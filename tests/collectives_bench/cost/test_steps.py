@@ -145,9 +145,9 @@ def test_messages_of_a_pipeline_are_exposed_in_its_ramps():
     assert exposed("zbv", GPT, Compute(10.0, 10.0)) == pytest.approx(2 * 2 * 3 * boundary_s)  # there and back
 
 
-def test_tensor_parallel_has_four_all_reduces_a_block():
-    nbytes = 64 * 128 * 768 * 4
-    assert exposed("tensor", GPT) == pytest.approx(4 * 12 * 2 * 3 / 4 * nbytes * 8 / GBIT)
+def test_tensor_parallel_has_four_all_reduces_a_block_and_those_of_embedding_head_and_cross_entropy():
+    stream, loss = 64 * 128 * 768 * 4, 64 * 128 * 3 * 4
+    assert exposed("tensor", GPT) == pytest.approx(2 * 3 / 4 * (50 * stream + loss) * 8 / GBIT)
 
 
 def test_without_compute_times_there_is_no_step_and_nothing_is_chosen():

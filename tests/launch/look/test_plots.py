@@ -1,6 +1,8 @@
 """`muster plot`: the data of every kind, what is drawn of it, hostile names, and the same numbers everywhere."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -282,6 +284,20 @@ def test_without_matplotlib_the_extra_is_named(made: Made, tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RefusedError, match=r"plots need matplotlib, which .* install the extra `plots`"):
         save(plot_of("loss", made[1], made[2]), tmp_path / "x.png", "")
+
+
+@pytest.mark.parametrize("settings", [b"text.usetex: True\n", b"backend: none\nlines.linewidth: 30\n", b"\xff\xfe"])
+def test_settings_of_the_current_folder_and_the_user_do_not_count(tmp_path: Path, settings: bytes) -> None:
+    run, homes = make_run(tmp_path, "one"), [tmp_path / "plain", tmp_path / "set"]
+    for home in homes:
+        home.mkdir()
+    (homes[1] / "matplotlibrc").write_bytes(settings)
+    argv = [sys.executable, "-m", "muster", "plot", "split_time", str(run.path), "-o", "p.png"]
+    for home, backend in zip(homes, ("", "nonsense"), strict=True):
+        environment = {**os.environ, "MPLCONFIGDIR": str(home), "MPLBACKEND": backend}
+        done = subprocess.run(argv, cwd=home, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, "Traceback" in done.stderr, "matplotlibrc" in done.stderr) == (0, False, False)
+    assert (homes[0] / "p.png").read_bytes() == (homes[1] / "p.png").read_bytes()
 
 
 def test_a_run_without_steps_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

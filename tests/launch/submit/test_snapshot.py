@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics.boot import CODE_ROOT, module_argv
 from muster.jobs.basics.errors import RefusedError, RunFolderError, StorageError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common import gitfacts
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.submit import snapshot
 from muster.launch.submit.codestore import store_of
@@ -353,3 +354,29 @@ def test_a_word_of_the_argv_that_leads_past_the_copy_is_named(run: RunDir, work:
     assert taken.notes == (
         f"{work}/train.py: is outside the copy, so later edits affect the run; use a relative path: train.py",
     )
+
+
+def test_git_runs_no_program_that_the_repository_names(work: Path, tmp_path: Path) -> None:
+    repository(work)
+    write(work, "a.py")
+    commit(work)
+    program, ran, hooks = tmp_path / "program", tmp_path / "ran", tmp_path / "hooks"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    hooks.mkdir()
+    shutil.copy(program, hooks / "post-index-change")
+    write(work, "a.py", text="changed\n")
+    write(work, ".gitattributes", text="*.py diff=x\n")
+    for name in ("core.fsmonitor", "diff.external", "core.pager", "diff.x.textconv", "diff.x.command"):
+        git(work, "config", name, str(program))
+    git(work, "config", "core.hooksPath", str(hooks))
+    git(work, "status")
+    assert ran.exists()  # the settings do work
+    ran.unlink()
+    found = gitfacts.origin(work)
+    assert found is not None
+    assert "changed" in found["diff"]
+    assert "a.py" in gitfacts.names(work, "-c", "-o", "-m")
+    assert gitfacts.holds(work)
+    assert gitfacts.short_commit(work, "a.py", deadline_s=60.0).endswith("+")
+    assert not ran.exists()

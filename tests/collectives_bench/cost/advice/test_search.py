@@ -124,7 +124,7 @@ def test_memory_and_the_jobs_other_settings_exclude_plans() -> None:
 
 def test_equal_plans_have_no_clear_winner() -> None:
     here = site(rate=100e9)
-    assert not search.advise(here, limits(), check=allows).is_clear
+    assert not search.advise(here, limits(), check=lambda plan: "" if plan.zero in (1, 2) else "no").is_clear
 
 
 def test_an_error_on_a_measured_pipeline_widens_the_intervals() -> None:
