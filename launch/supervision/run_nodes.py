@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Final
 
@@ -121,8 +122,8 @@ class NodeState:
 class RunNodes:
     """All nodes of a run, by slot."""
 
-    def __init__(self, places: Sequence[NodePlacement]) -> None:
-        self.nodes = [NodeState(place) for place in places]
+    def __init__(self, places: Sequence[NodePlacement], printed: Callable[[int], str] = lambda slot: "") -> None:
+        self.nodes = [NodeState(place, printed=partial(printed, slot)) for slot, place in enumerate(places)]
         # slots that have neither answered nor failed; no messages are sent until this set is empty
         self.missing = set(range(len(self.nodes)))
         self._beaten = 0.0  # when beats were last sent

@@ -80,9 +80,7 @@ class Supervisor:
         self.job = context.job
         self.log = EventLog(context.run, console.say)
         self.lease, self.progress_file, self.inbox = Lease(context.run), ProgressFile(context.run), Inbox()
-        self.run_nodes = RunNodes(context.run_nodes)
-        for slot, node in enumerate(self.run_nodes.nodes):
-            node.printed = partial(transport.printed, slot)
+        self.run_nodes = RunNodes(context.run_nodes, transport.printed)
         # the slots of the current attempt, by node rank
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))
         self.rank_of = {slot: slot for slot in self.slots}  # slot → node rank in the current attempt

@@ -28,7 +28,11 @@ def test_a_row_of_failed_copies_is_reported_with_its_length(
     saver: Any = MemorySaver.__new__(MemorySaver)
     saver.missed, saver.reporter = 0, Misses()
     for step, now in ((5, 1000.0), (10, 1030.0), (15, 1070.0)):
-        saver._miss(SimpleNamespace(order=SimpleNamespace(step=step), began_s=now - 10.0), "no copy on n2: hung up")
+        saver._miss(
+            SimpleNamespace(order=SimpleNamespace(step=step), began_s=now - 10.0),
+            "no copy on n2: hung up",
+            by_writer=False,
+        )
     assert (
         saver.reporter.said
         == [
