@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from muster.ddp.gradients import Named
+from muster.ddp.gradients import Named, is_dense
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
@@ -50,10 +50,19 @@ class FlatParameters:
 
     With `dtype`, float32 parameters are cast to that 16-bit dtype for computing, and `split` keeps their values as
     masters. Either all parameters are trainable, or none. The parameters become row-major views of one flat tensor,
-    `full`. `grad` is this rank's shard of the mean gradient, or None.
+    `full`. With `keeps_strides`, parameters that are not row-major keep their memory, and are copied to the flat tensor
+    before a step and back after it. `grad` is this rank's shard of the mean gradient, or None.
     """
 
-    def __init__(self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        named: Named,
+        *,
+        rank: int,
+        ranks: int,
+        dtype: torch.dtype | None = None,
+        keeps_strides: bool = False,
+    ) -> None:
         first = named[0][1]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -61,6 +70,7 @@ class FlatParameters:
         self.stored_dtype, self.device = first.dtype, first.device  # the dtype in state dicts
         self.dtype = dtype if dtype is not None and first.dtype == torch.float32 else first.dtype
         self.trains = first.requires_grad
+        self.keeps_strides = keeps_strides
         self.rank = rank
         sizes = tuple(parameter.numel() for _, parameter in named)
         self.layout = Layout(sizes, ranks, ALIGNMENT // self.dtype.itemsize)
@@ -69,16 +79,47 @@ class FlatParameters:
         self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
         self.views = self.views_of(self.full)
         self._master = self._unrounded() if self.is_cast else None  # until `split`
+        self.homes: list[Tensor] = []  # the memory of each parameter, with the parameter's strides
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 view.copy_(parameter)
-                parameter.data = view
+                self.homes.append(self._home_of(parameter, view))
+                parameter.data = self.homes[-1]
+        self._memory = [_memory_of(home) for home in self.homes]
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # a rounded copy of the master, if the shard itself is not kept
         self.stepped = self._shard  # the tensor that the optimizer steps: the shard or its master
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has its own memory
         self.is_whole = True  # False: the flat tensor currently has no memory
+
+    def _home_of(self, parameter: Tensor, view: Tensor) -> Tensor:
+        """Return the memory to use for a parameter: its view, or with `keeps_strides` memory with the same strides."""
+        if not self.keeps_strides or not is_dense(parameter):
+            return view
+        if parameter.is_contiguous():  # the strides of dimensions of size 1 may still differ
+            return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
+        return parameter.detach()
+
+    def _apart(self) -> tuple[list[Tensor], list[Tensor]]:
+        """List the parameters that are not in the flat tensor, and their views there."""
+        full = self.full.untyped_storage()._cdata
+        places = [place for place, (storage, *_) in enumerate(self._memory) if storage != full]
+        return [self.homes[place] for place in places], [self.views[place] for place in places]
+
+    @torch.no_grad()
+    def fetch_apart(self) -> None:
+        """Copy the parameters that are not in the flat tensor to it."""
+        homes, views = self._apart()
+        if homes:
+            torch._foreach_copy_(views, homes)
+
+    @torch.no_grad()
+    def fill_apart(self) -> None:
+        """Copy the flat tensor's values to the parameters that are not in it."""
+        homes, views = self._apart()
+        if homes:
+            torch._foreach_copy_(homes, views)
 
     @property
     def shard(self) -> Tensor:
@@ -156,6 +197,7 @@ class FlatParameters:
     def settle(self, full: Tensor) -> None:
         """Move the flat tensor to other memory of the same length."""
         self.full, self.views = full.copy_(self.full), self.views_of(full)
+        self.homes, self._memory = list(self.views), [_memory_of(view) for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
         self._shard = self.stepped = full[self.begin : self.end]
@@ -240,9 +282,12 @@ class FlatParameters:
         if not self.is_split:
             send(self.parameters)
 
-    def drop_gradient(self) -> None:
-        """Drop the shard's gradient."""
-        self.grad = None
+    def drop_gradient(self, *, set_to_none: bool) -> None:
+        """Drop the shard's gradient, or replace it by zeros."""
+        if set_to_none:
+            self.grad = None
+        elif self.grad is not None:
+            self.grad.zero_()
         self.unsend()
 
     def unsend(self) -> None:
@@ -271,15 +316,13 @@ class FlatParameters:
 
         `storages` lists the storages of all flat tensors.
         """
-        storage = self.full.untyped_storage()._cdata
         with as_it_is():
-            for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
-                in_flat = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
-                if not in_flat or parameter.shape != self.shapes[place]:
-                    self._restore_view(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
+            for place, (parameter, memory) in enumerate(zip(self.parameters, self._memory, strict=True)):
+                if _memory_of(parameter) != memory:
+                    self._restore_home(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
 
     @torch.no_grad()
-    def _restore_view(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
+    def _restore_home(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
         self._require_same(place, parameter)
         if is_tied:
             raise RuntimeError(
@@ -291,7 +334,10 @@ class FlatParameters:
                 f"{self.names[place]}: its data was set while it was sharded; set the data within gather_full()"
             )
         self.views[place].copy_(parameter)
-        parameter.data = self.views[place]
+        # With `keeps_strides`, keep also new strides. The memory is cloned, because it may belong to another tensor.
+        own = parameter.detach().clone() if self.keeps_strides else parameter
+        parameter.data = self.homes[place] = self._home_of(own, self.views[place])
+        self._memory[place] = _memory_of(parameter)
         self.adopt()
 
     def _require_same(self, place: int, parameter: nn.Parameter) -> None:
@@ -317,9 +363,14 @@ def mend(flat_parameters: Sequence[FlatParameters]) -> None:
         RuntimeError: If a parameter has another shape, dtype or device than when it was sharded, or now shares memory
             with another sharded parameter.
     """
-    storages = {flat_parameter.full.untyped_storage()._cdata for flat_parameter in flat_parameters}
+    storages = {each.untyped_storage()._cdata for flat_parameter in flat_parameters for each in flat_parameter.homes}
     for flat_parameter in flat_parameters:
         flat_parameter.mend(storages)
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the storage, offset, shape and strides of a tensor."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def by_kind(named: Named) -> list[Named]:

@@ -9,52 +9,35 @@ into an optimizer that is not sharded.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import device_of, gather_json
-from muster.zero.flat import FlatParameters, ParameterRange
+from muster.zero.agreement import together
+from muster.zero.flat import ParameterRange
+from muster.zero.kinds import MASTER, slices_of
 from muster.zero.layout import Slice
 
 if TYPE_CHECKING:
-    from muster.zero.optimizer import Segment, ShardedOptimizer
+    from muster.zero.optimizer import ShardedOptimizer
 
-MASTER: Final = "master"
 RANGE: Final = "range"
 SHARD: Final = "shard"
 State = dict[str, Any]
 
 
-def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[ParameterRange]]]:
-    """Yield this rank's slices, each with its states."""
-    for group in optimizer.segments:
-        for segment in group:
-            for at in segment.slices:
-                yield segment.flat_parameter, at, list(_of_slice(segment, at, optimizer.inner))
-
-
-def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[ParameterRange]:
-    """Yield the states of one slice of a parameter."""
-    flat_parameter = segment.flat_parameter
-    name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
-    kept = {key: value for key, value in inner.state.get(segment.stepped, {}).items() if isinstance(value, Tensor)}
-    if flat_parameter.has_masters():
-        kept[MASTER] = segment.stepped.detach()
-    for key, value in sorted(kept.items()):
-        if value.dim() == 0:
-            yield ParameterRange(name, key, (), 0, 1, value, answers=at.start == 0)
-        else:
-            start = at.offset - segment.begin
-            yield ParameterRange(name, key, shape, at.start, at.stop, value[start : start + at.elements])
-
-
-def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, dict[str, Tensor]]]:
-    """Yield the slices of this rank, each with its states by key."""
-    for flat_parameter, at, kept in held(optimizer):
-        yield flat_parameter, at, {str(each.key): each.tensor for each in kept}
+def held(optimizer: "ShardedOptimizer") -> Iterator[ParameterRange]:
+    """Yield the tensors of this rank's state."""
+    for flat_parameter, at, split, whole in slices_of(optimizer):
+        name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
+        for key, value in whole.items():
+            if isinstance(value, Tensor):
+                yield ParameterRange(name, key, tuple(value.shape), 0, 1, value, answers=at.start == 0)
+        for key, value in split.items():
+            yield ParameterRange(name, key, shape, at.start, at.stop, value)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -79,30 +62,50 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
     ]
 
 
-def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
-    """List this rank's slices that have a state: (parameter number, slice, states, whether the states must be saved).
+class Entry(NamedTuple):
+    """The states of one slice. `must_be_saved` is False for a master that equals its parameter and is the only state.
 
-    A master that equals its parameter need not be saved if it is the only state, as before the first step. If no part
-    of a parameter need be saved, its entry is omitted, because torch's optimizers expect complete entries.
+    An optimizer has such masters before its first step.
     """
-    numbers = numbers_of(optimizer)
-    found = [
-        (
-            numbers[id(flat_parameter.parameters[at.tensor])],
-            at,
-            kept,
-            kept.keys() != {MASTER}
-            or not torch.equal(kept[MASTER], flat_parameter.of(flat_parameter.shard, at).float()),
+
+    number: int
+    at: Slice
+    split: dict[str, Tensor]
+    whole: dict[str, Any]
+    must_be_saved: bool
+
+
+def _entries(optimizer: "ShardedOptimizer") -> list[Entry]:
+    """List this rank's slices that have a state, by number of their parameter.
+
+    If no part of a parameter must be saved, its entry is omitted from state dicts, because torch's optimizers expect
+    complete entries.
+
+    Raises:
+        ValueError: If a state cannot be saved.
+    """
+    if strange := [key for key in optimizer.inner.state if not isinstance(key, Tensor)]:
+        raise ValueError(
+            f"the optimizer's state has the key {strange[0]!r}, which is not a parameter and would not be saved; keep "
+            "such values in the parameter groups"
         )
-        for flat_parameter, at, kept in slices_of(optimizer)
-        if kept
-    ]
-    return sorted(found, key=lambda each: each[0])
+    numbers = numbers_of(optimizer)
+    found = []
+    for flat_parameter, at, split, whole in slices_of(optimizer):
+        only_master = not whole and split.keys() == {MASTER}
+        is_new = only_master and torch.equal(split[MASTER], flat_parameter.of(flat_parameter.shard, at).float())
+        if split or whole:
+            found.append(Entry(numbers[id(flat_parameter.parameters[at.tensor])], at, split, whole, not is_new))
+    return sorted(found, key=lambda each: each.number)
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
     """Return this rank's shard. As in `torch.optim`, tensors are not copied."""
-    state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept, tells in _numbered(optimizer) if tells}
+    state = {
+        each.number: {RANGE: (each.at.start, each.at.stop), **each.whole, **each.split}
+        for each in _entries(optimizer)
+        if each.must_be_saved
+    }
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
 
@@ -111,21 +114,28 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
 
     The ranks first exchange lists of their states. Then each rank in turn sends one message per dtype.
     """
-    mine = _numbered(optimizer)
+    with together(optimizer.group):
+        mine = _entries(optimizer)
     table = [
-        [number, at.start, at.stop, {key: _dtype_and_value(value) for key, value in kept.items()}, tells]
-        for number, at, kept, tells in mine
+        [
+            each.number,
+            each.at.start,
+            each.at.stop,
+            {key: _name(value.dtype) for key, value in each.split.items()},
+            {key: _as_json(value) for key, value in each.whole.items()},
+            each.must_be_saved,
+        ]
+        for each in mine
     ]
     given = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
     telling = {number for lines in given for number, *_, tells in lines if tells}
     told = [[line for *line, _ in lines if line[0] in telling] for lines in given]
-    own = {number: kept for number, _, kept, _ in mine}
+    own = {each.number: each.split for each in mine}
     parameters = parameters_of(optimizer)
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for owner, lines in enumerate(told):
-        for number, _, _, kept in lines:
-            ones = {key: torch.tensor(one[0], dtype=_dtype(name)) for key, (name, *one) in kept.items() if one}
-            state.setdefault(number, {}).update(ones)
+        for number, *_, whole in lines:
+            state.setdefault(number, {}).update({key: _from_json(value) for key, value in whole.items()})
         for (name, device), ranges in _messages(lines, parameters).items():
             elements = [stop - start for _, start, stop, _ in ranges]
             if owner == optimizer.rank:
@@ -148,11 +158,14 @@ def _messages(
 ) -> dict[tuple[str, torch.device], list[tuple[int, int, int, str]]]:
     """Group a rank's states by dtype and device, one group per message. Entries are (number, start, stop, key)."""
     sorted_: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
-    for number, start, stop, kept in lines:
-        for key, (name, *one) in kept.items():
-            if not one:
-                sorted_.setdefault((name, parameters[number].device), []).append((number, start, stop, key))
+    for number, start, stop, split, _ in lines:
+        for key, name in split.items():
+            sorted_.setdefault((name, parameters[number].device), []).append((number, start, stop, key))
     return sorted_
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -160,10 +173,14 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _dtype_and_value(value: Tensor) -> list[Any]:
-    """Return a state's dtype, and its value if it is one number per parameter."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    return [dtype, value.item()] if value.dim() == 0 else [dtype]
+def _as_json(value: Any) -> list[Any]:
+    """Return the dtype of a tensor, None for another value, and the value."""
+    return [_name(value.dtype), value.tolist()] if isinstance(value, Tensor) else [None, value]
+
+
+def _from_json(said: list[Any]) -> Any:
+    dtype, value = said
+    return value if dtype is None else torch.tensor(value, dtype=_dtype(dtype))
 
 
 def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.state.leaves import Leaf, Leaves
 from muster.jobs.session.state.modules import ModuleState, is_a
-from muster.jobs.session.state.optimizers import MASTER, OptimizerState
+from muster.jobs.session.state.optimizers import MASTER, OptimizerState, require_of_parameters
 from muster.jobs.session.state.stored import Stored
 from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.modules import ON_HOST, persistent_buffers
@@ -92,6 +92,7 @@ class ShardedOptimizerState(OptimizerState):
 
     def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
         """Add the ranges of the parameters' states."""
+        require_of_parameters(self.name, self.sharded.inner.state)
         for state in self.sharded.inner.state.values():
             for key, value in state.items():
                 if not isinstance(value, Tensor):
@@ -102,6 +103,12 @@ class ShardedOptimizerState(OptimizerState):
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
         """Create the inner optimizer's state as its first step would, then fill this rank's ranges."""
+        if values:
+            keys = sorted({key for kept in values.values() for key in kept})
+            raise RefusedError(
+                f"state: {self.name}: {', '.join(keys)} in the checkpoint is no tensor, but a ShardedOptimizer can "
+                "restore tensors only; restore into the optimizer that saved it"
+            )
         self.sharded.share_settings()
         self.sharded.source.mend()  # without a sharded module, this copies the restored parameters to float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
@@ -128,7 +135,11 @@ class ShardedOptimizerState(OptimizerState):
 
     def _held(self) -> Iterator[tuple[str, "ParameterRange"]]:
         names = self._paths()
-        for held in self.sharded.held_state():
+        try:
+            state = self.sharded.held_state()
+        except ValueError as error:  # a state of the optimizer cannot be split
+            raise RefusedError(f"state: {self.name}: {error}") from error
+        for held in state:
             yield f"{names[held.name]}/{held.key}", held
 
     def _paths(self) -> dict[str, str]:
