@@ -57,7 +57,7 @@ class Reducer(Generic[AnyBucket]):
         self._asked = False  # True: autograd will call back at the end of the backward
         self._waits: list[Wait] = []  # one wait per launched bucket
         self._without: list[str] = []  # parameters without a gradient in released buckets
-        self._released: list[AnyBucket] = []
+        self._released: list[Bucket] = []
         self._synchronized = 0
         self._has_warned = False  # True: `_judge` has warned of a skipped parameter
         self._watch: Watch | None = None
@@ -204,7 +204,7 @@ class Reducer(Generic[AnyBucket]):
                 self._fill_missing(bucket)
             self._launch_due()
 
-    def _fill_missing(self, bucket: AnyBucket) -> None:
+    def _fill_missing(self, bucket: Bucket) -> None:
         """Fill in the missing gradients of a bucket before the backward is over."""
         self._without += bucket.fill_missing(self._scale)
         self._released.append(bucket)

@@ -55,13 +55,7 @@ class FlatParameters:
     """
 
     def __init__(
-        self,
-        named: Named,
-        *,
-        rank: int,
-        ranks: int,
-        dtype: torch.dtype | None = None,
-        keeps_strides: bool = False,
+        self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None, keeps_strides: bool = False
     ) -> None:
         first = named[0][1]
         self.names = [name for name, _ in named]
@@ -79,13 +73,12 @@ class FlatParameters:
         self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
         self.views = self.views_of(self.full)
         self._master = self._unrounded() if self.is_cast else None  # until `split`
-        self.homes: list[Tensor] = []  # the memory of each parameter, with the parameter's strides
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 view.copy_(parameter)
-                self.homes.append(self._home_of(parameter, view))
-                parameter.data = self.homes[-1]
-        self._memory = [_memory_of(home) for home in self.homes]
+                parameter.data = self._home_of(parameter, view)
+        self._homes = [each.detach() for each in self.parameters]  # these keep the memory alive
+        self._memory = [_memory_of(home) for home in self._homes]
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # a rounded copy of the master, if the shard itself is not kept
         self.stepped = self._shard  # the tensor that the optimizer steps: the shard or its master
@@ -101,25 +94,13 @@ class FlatParameters:
             return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
         return parameter.detach()
 
-    def _apart(self) -> tuple[list[Tensor], list[Tensor]]:
-        """List the parameters that are not in the flat tensor, and their views there."""
+    @torch.no_grad()
+    def copy_apart(self, *, back: bool) -> None:
+        """Copy the parameters that are not in the flat tensor to it, or back."""
         full = self.full.untyped_storage()._cdata
-        places = [place for place, (storage, *_) in enumerate(self._memory) if storage != full]
-        return [self.homes[place] for place in places], [self.views[place] for place in places]
-
-    @torch.no_grad()
-    def fetch_apart(self) -> None:
-        """Copy the parameters that are not in the flat tensor to it."""
-        homes, views = self._apart()
-        if homes:
-            torch._foreach_copy_(views, homes)
-
-    @torch.no_grad()
-    def fill_apart(self) -> None:
-        """Copy the flat tensor's values to the parameters that are not in it."""
-        homes, views = self._apart()
-        if homes:
-            torch._foreach_copy_(homes, views)
+        for parameter, view, (storage, *_) in zip(self.parameters, self.views, self._memory, strict=True):
+            if storage != full:
+                _ = parameter.copy_(view) if back else view.copy_(parameter)
 
     @property
     def shard(self) -> Tensor:
@@ -197,7 +178,7 @@ class FlatParameters:
     def settle(self, full: Tensor) -> None:
         """Move the flat tensor to other memory of the same length."""
         self.full, self.views = full.copy_(self.full), self.views_of(full)
-        self.homes, self._memory = list(self.views), [_memory_of(view) for view in self.views]
+        self._homes, self._memory = list(self.views), [_memory_of(view) for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
         self._shard = self.stepped = full[self.begin : self.end]
@@ -318,11 +299,16 @@ class FlatParameters:
         """
         with as_it_is():
             for place, (parameter, memory) in enumerate(zip(self.parameters, self._memory, strict=True)):
-                if _memory_of(parameter) != memory:
-                    self._restore_home(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
+                found = _memory_of(parameter)
+                if found == memory:
+                    continue
+                if found[:-1] == memory[:-1] and parameter.is_contiguous():
+                    self._memory[place] = found  # only strides of dimensions of size 1 have changed
+                else:
+                    self._restore(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
 
     @torch.no_grad()
-    def _restore_home(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
+    def _restore(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
         self._require_same(place, parameter)
         if is_tied:
             raise RuntimeError(
@@ -336,8 +322,8 @@ class FlatParameters:
         self.views[place].copy_(parameter)
         # With `keeps_strides`, keep also new strides. The memory is cloned, because it may belong to another tensor.
         own = parameter.detach().clone() if self.keeps_strides else parameter
-        parameter.data = self.homes[place] = self._home_of(own, self.views[place])
-        self._memory[place] = _memory_of(parameter)
+        parameter.data = self._home_of(own, self.views[place])
+        self._homes[place], self._memory[place] = parameter.detach(), _memory_of(parameter)
         self.adopt()
 
     def _require_same(self, place: int, parameter: nn.Parameter) -> None:
@@ -363,7 +349,7 @@ def mend(flat_parameters: Sequence[FlatParameters]) -> None:
         RuntimeError: If a parameter has another shape, dtype or device than when it was sharded, or now shares memory
             with another sharded parameter.
     """
-    storages = {each.untyped_storage()._cdata for flat_parameter in flat_parameters for each in flat_parameter.homes}
+    storages = {storage for flat_parameter in flat_parameters for storage, *_ in flat_parameter._memory}
     for flat_parameter in flat_parameters:
         flat_parameter.mend(storages)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MASTER: Final = "master"
 NO_SETTINGS: Final = ("params", "param_names")
+NO_PARAMETER: Final = "which is not a parameter and cannot be saved; keep such values in the parameter groups"
 PLAIN: Final = (bool, int, float, str, type(None))
 PROBE: Final = (5,)  # shape of the parameter of a trial step; an unlikely shape for a value that is not per element
 
@@ -63,15 +64,23 @@ def slices_of(optimizer: "ShardedOptimizer") -> Iterator[SliceState]:
     """Yield the slices of this rank with their states.
 
     Raises:
-        ValueError: If a state can neither be split nor kept whole.
+        ValueError: If a state can neither be split nor kept whole, or belongs to no parameter.
     """
+    if strange := [key for key in optimizer.inner.state if not isinstance(key, Tensor)]:
+        raise ValueError(f"the optimizer's state has the key {strange[0]!r}, {NO_PARAMETER}")
     kinds = Kinds(optimizer, optimizer.param_groups)
-    for place, group in enumerate(optimizer.segments):
-        for segment in group:
-            kept = optimizer.inner.state.get(segment.stepped, {})
-            split = {key for key, value in kept.items() if _is_split(segment, key, value, kinds, place)}
-            for at in segment.slices:
-                yield _state_of(segment, at, kept, split)
+    for place, segment in ((place, each) for place, group in enumerate(optimizer.segments) for each in group):
+        flat_parameter, kept = segment.flat_parameter, optimizer.inner.state.get(segment.stepped, {})
+        split = {key for key, value in kept.items() if _is_split(segment, key, value, kinds, place)}
+        whole = {key: value for key, value in sorted(kept.items()) if key not in split}
+        for key, value in whole.items():
+            require_whole(flat_parameter.names[segment.slices[0].tensor], key, value)
+        for at in segment.slices:
+            own = slice(at.offset - segment.begin, at.offset - segment.begin + at.elements)
+            parts = {key: kept[key][own] for key in sorted(split)}
+            if flat_parameter.has_masters():
+                parts[MASTER] = segment.stepped.detach()[own]
+            yield SliceState(flat_parameter, at, parts, whole)
 
 
 def _is_split(segment: "Segment", key: str, value: Any, kinds: Kinds, place: int) -> bool:
@@ -81,20 +90,6 @@ def _is_split(segment: "Segment", key: str, value: Any, kinds: Kinds, place: int
     # A segment of one element does not show to which kind a tensor of one element belongs.
     like = kinds.of(place, segment.flat_parameter.parameters[0]).get(key) if value.numel() == 1 else None
     return not isinstance(like, Tensor) or like.shape == PROBE
-
-
-def _state_of(segment: "Segment", at: Slice, kept: Mapping[str, Any], split: set[str]) -> SliceState:
-    flat_parameter, start = segment.flat_parameter, at.offset - segment.begin
-    state = SliceState(flat_parameter, at, {}, {})
-    for key, value in sorted(kept.items()):
-        if key in split:
-            state.split[key] = value[start : start + at.elements]
-        else:
-            require_whole(flat_parameter.names[at.tensor], key, value)
-            state.whole[key] = value
-    if flat_parameter.has_masters():
-        state.split[MASTER] = segment.stepped.detach()[start : start + at.elements]
-    return state
 
 
 def require_whole(name: str, key: str, value: Any) -> None:

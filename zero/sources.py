@@ -115,7 +115,7 @@ class Alone(Source):
         """Accept values that were written to the parameters: copy them into the masters."""
         mend(self.made)
         for flat_parameter in self.made:
-            flat_parameter.fetch_apart()
+            flat_parameter.copy_apart(back=False)
             flat_parameter.follow_shard()
 
     def collect(self) -> None:
@@ -157,7 +157,7 @@ class Alone(Source):
             entered = Entered(self._steps, number, len(waits), len(waits), first, last, flat_parameter.full_bytes)
             with waiting_for(entered, self.group):
                 wait()
-            flat_parameter.fill_apart()
+            flat_parameter.copy_apart(back=True)
         self._restore_gradients()
 
     def _restore_gradients(self) -> None:

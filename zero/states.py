@@ -9,7 +9,7 @@ into an optimizer that is not sharded.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -62,49 +62,29 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
     ]
 
 
-class Entry(NamedTuple):
-    """The states of one slice. `must_be_saved` is False for a master that equals its parameter and is the only state.
+def _entries(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], dict[str, Any], bool]]:
+    """List this rank's slices that have a state: (parameter number, slice, states with one entry per element, other
+    states, whether the states must be saved).
 
-    An optimizer has such masters before its first step.
+    A master that equals its parameter need not be saved if it is the only state, as before the first step. If no part
+    of a parameter need be saved, its entry is omitted, because torch's optimizers expect complete entries.
     """
-
-    number: int
-    at: Slice
-    split: dict[str, Tensor]
-    whole: dict[str, Any]
-    must_be_saved: bool
-
-
-def _entries(optimizer: "ShardedOptimizer") -> list[Entry]:
-    """List this rank's slices that have a state, by number of their parameter.
-
-    If no part of a parameter must be saved, its entry is omitted from state dicts, because torch's optimizers expect
-    complete entries.
-
-    Raises:
-        ValueError: If a state cannot be saved.
-    """
-    if strange := [key for key in optimizer.inner.state if not isinstance(key, Tensor)]:
-        raise ValueError(
-            f"the optimizer's state has the key {strange[0]!r}, which is not a parameter and would not be saved; keep "
-            "such values in the parameter groups"
-        )
     numbers = numbers_of(optimizer)
     found = []
     for flat_parameter, at, split, whole in slices_of(optimizer):
         only_master = not whole and split.keys() == {MASTER}
         is_new = only_master and torch.equal(split[MASTER], flat_parameter.of(flat_parameter.shard, at).float())
         if split or whole:
-            found.append(Entry(numbers[id(flat_parameter.parameters[at.tensor])], at, split, whole, not is_new))
-    return sorted(found, key=lambda each: each.number)
+            found.append((numbers[id(flat_parameter.parameters[at.tensor])], at, split, whole, not is_new))
+    return sorted(found, key=lambda each: each[0])
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
     """Return this rank's shard. As in `torch.optim`, tensors are not copied."""
     state = {
-        each.number: {RANGE: (each.at.start, each.at.stop), **each.whole, **each.split}
-        for each in _entries(optimizer)
-        if each.must_be_saved
+        number: {RANGE: (at.start, at.stop), **whole, **split}
+        for number, at, split, whole, tells in _entries(optimizer)
+        if tells
     }
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
@@ -117,20 +97,13 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
     with together(optimizer.group):
         mine = _entries(optimizer)
     table = [
-        [
-            each.number,
-            each.at.start,
-            each.at.stop,
-            {key: _name(value.dtype) for key, value in each.split.items()},
-            {key: _as_json(value) for key, value in each.whole.items()},
-            each.must_be_saved,
-        ]
-        for each in mine
+        [number, at.start, at.stop, _dtypes(split), {key: _as_json(value) for key, value in whole.items()}, tells]
+        for number, at, split, whole, tells in mine
     ]
     given = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
     telling = {number for lines in given for number, *_, tells in lines if tells}
     told = [[line for *line, _ in lines if line[0] in telling] for lines in given]
-    own = {each.number: each.split for each in mine}
+    own = {number: split for number, _, split, _, _ in mine}
     parameters = parameters_of(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for owner, lines in enumerate(told):
@@ -164,8 +137,8 @@ def _messages(
     return sorted_
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtypes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {key: str(each.dtype).removeprefix("torch.") for key, each in tensors.items()}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -173,14 +146,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _as_json(value: Any) -> list[Any]:
-    """Return the dtype of a tensor, None for another value, and the value."""
-    return [_name(value.dtype), value.tolist()] if isinstance(value, Tensor) else [None, value]
+def _as_json(value: Any) -> Any:
+    """Return a value, or for a tensor its dtype and its value."""
+    return {**_dtypes({"dtype": value}), "value": value.tolist()} if isinstance(value, Tensor) else value
 
 
-def _from_json(said: list[Any]) -> Any:
-    dtype, value = said
-    return value if dtype is None else torch.tensor(value, dtype=_dtype(dtype))
+def _from_json(said: Any) -> Any:
+    return torch.tensor(said["value"], dtype=_dtype(said["dtype"])) if isinstance(said, dict) else said
 
 
 def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:

@@ -16,9 +16,11 @@ from support.sessions import load, save
 
 pytestmark = pytest.mark.ranks
 
+STEPS = {"int": lambda: 0, "one": lambda: torch.zeros(1), "half": lambda: torch.zeros((), dtype=torch.bfloat16)}
+
 
 class Momentum(torch.optim.Optimizer):
-    """Steps with a debiased mean; `kind` decides how it counts steps."""
+    """Steps with a debiased mean. `kind` decides how it counts steps; only "one" keeps nothing but tensors."""
 
     elementwise = True
 
@@ -34,19 +36,14 @@ class Momentum(torch.optim.Optimizer):
 
     def update(self, group: dict[str, Any], each: Tensor, state: dict[str, Any]) -> None:
         if not state:
-            state.update(mean=torch.zeros_like(each), power=1.0, first=True, prior=None)
-            state["step"] = {"int": 0, "one": torch.zeros(1), "half": torch.zeros((), dtype=torch.bfloat16)}[
-                group["kind"]
-            ]
-        assert state["first"] is (state["prior"] is None)
+            state.update(mean=torch.zeros_like(each), step=STEPS[group["kind"]]())
+            state |= {} if group["kind"] == "one" else {"first": True, "prior": None}
         state["step"] = state["step"] + 1
-        state["power"] *= 0.9
         state["mean"].mul_(0.9).add_(each.grad, alpha=0.1)
-        each.sub_(group["lr"] * state["mean"] / (1 - state["power"]) * float(state["step"]) ** 0.5)
-        state["first"], state["prior"] = False, float(state["step"])
-
-
-KINDS = ("int", "one", "half")
+        each.sub_(group["lr"] * state["mean"] / (1 - 0.9 ** float(state["step"])))
+        if "first" in state:
+            assert state["first"] is (state["prior"] is None)
+            state.update(first=False, prior=float(state["step"]))
 
 
 def parameters() -> list[nn.Parameter]:
@@ -58,9 +55,7 @@ def parameters() -> list[nn.Parameter]:
 def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         for place, each in enumerate(params):
-            each.grad = torch.full_like(each, 0.1 * (step + 1) * (place + 1))
-            if place == 1 and step == 0:
-                each.grad = None  # so that parameters have different numbers of steps
+            each.grad = torch.full_like(each, 0.1 * (step + 1) * (place + 1)) if place != 1 or step else None
         optimizer.step()
 
 
@@ -68,34 +63,27 @@ def apart(params: list[nn.Parameter], others: list[nn.Parameter]) -> list[int]:
     return [place for place, each in enumerate(params) if not torch.allclose(each, others[place], rtol=1e-12)]
 
 
-def differing(found: dict[int, Any], wanted: dict[int, Any]) -> list[str]:
-    """Name what differs in two states: also the kinds and shapes of values."""
-    return [
-        f"{key} of {number}: {found[number].get(key)} where {value} was wanted"
-        for number, kept in wanted.items()
-        for key, value in kept.items()
-        if type(found[number].get(key, ...)) is not type(value)
-        or (found[number][key] != value if not isinstance(value, Tensor) else value.shape != found[number][key].shape)
-    ]
+def forms(state: dict[int, Any]) -> list[Any]:
+    """Return the names, kinds, shapes and numbers of a state."""
+    values = [(number, key, value) for number, kept in sorted(state.items()) for key, value in sorted(kept.items())]
+    return [(*at, (type(each), each.shape, each.dtype) if isinstance(each, Tensor) else each) for *at, each in values]
 
 
 def saved(world: World, folder: str) -> list[str]:
     problems = []
-    for kind in KINDS:
+    for kind in STEPS:
         whole, params = parameters(), parameters()
         reference, optimizer = Momentum(whole, kind=kind), ShardedOptimizer(params, Momentum, kind=kind)
         train(whole, reference, range(2))
         train(params, optimizer, range(2))
-        full = optimizer.full_state_dict()
-        problems += [f"{kind}: {each}" for each in differing(full["state"], reference.state_dict()["state"])]
-        own = copy.deepcopy(optimizer.state_dict())
+        full, own = optimizer.full_state_dict(), copy.deepcopy(optimizer.state_dict())
+        problems += [] if forms(full["state"]) == forms(reference.state_dict()["state"]) else [f"{kind}: {full}"]
+        torch.save({"params": [each.detach() for each in whole], "state": full}, f"{folder}/{kind}-{world.rank}.pt")
         train(params, optimizer, range(2, 3))
         for each, other in zip(params, whole, strict=True):
             each.data = other.detach().clone()
         optimizer.load_state_dict(own)
         train(params, optimizer, range(2, 4))
-        if world.rank == 0:
-            torch.save({"params": [each.detach() for each in whole], "state": full}, f"{folder}/{kind}.pt")
         train(whole, reference, range(2, 4))
         problems += [f"{kind}, its own shard: {each}" for each in apart(params, whole)]
     return problems
@@ -104,10 +92,9 @@ def saved(world: World, folder: str) -> list[str]:
 def loaded(world: World, folder: str) -> list[str]:
     """Load into sharded and plain optimizers; both continue as one process."""
     problems = []
-    for kind in KINDS:
-        whole = parameters()
-        train(whole, Momentum(whole, kind=kind), range(4))
-        read = torch.load(f"{folder}/{kind}.pt", weights_only=True)
+    for kind in STEPS:
+        train(whole := parameters(), Momentum(whole, kind=kind), range(4))
+        read = torch.load(f"{folder}/{kind}-0.pt", weights_only=True)
         for build in (Momentum, lambda params, kind: ShardedOptimizer(params, Momentum, kind=kind)):
             params = [nn.Parameter(each.clone()) for each in read["params"]]
             optimizer = build(params, kind=kind)
@@ -126,23 +113,21 @@ def test_numbers_and_tensors_of_one_element_are_saved_and_loaded_on_any_number_o
 def stages(world: World) -> list[str]:
     """Save and load in a wrapper, where neighbouring parameters are stepped as one tensor."""
     problems = []
-    for stage in (1, 2, 3):
-        for kind in KINDS:
-            models = []
-            for steps, load_from in ((range(4), None), (range(2), None), (range(2, 4), 1)):
-                torch.manual_seed(2)
-                model = ShardedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), world.group, stage=stage)
-                optimizer = model.optimizer(Momentum, kind=kind)
-                if load_from is not None:
-                    model.load_state_dict(models[load_from][0].state_dict())
-                    optimizer.load_state_dict(models[load_from][1].full_state_dict())
-                for step in steps:
-                    optimizer.zero_grad()
-                    model(torch.full((2, 5), 0.1 * step)).pow(2).mean().backward()
-                    optimizer.step()
-                models.append((model, optimizer))
-            found, wanted = models[2][0].state_dict(), models[0][0].state_dict()
-            problems += [f"stage {stage}, {kind}: {name}" for name in wanted if not found[name].equal(wanted[name])]
+    for stage, kind in ((stage, kind) for stage in (1, 2, 3) for kind in STEPS):
+        made: list[Any] = []
+        for steps in (range(4), range(2), range(2, 4)):
+            torch.manual_seed(2)
+            model = ShardedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), world.group, stage=stage)
+            made.append((model, model.optimizer(Momentum, kind=kind)))
+            if len(made) == 3:
+                model.load_state_dict(made[1][0].state_dict())
+                made[2][1].load_state_dict(made[1][1].full_state_dict())
+            for step in steps:
+                made[-1][1].zero_grad()
+                model(torch.full((2, 5), 0.1 * step)).pow(2).mean().backward()
+                made[-1][1].step()
+        found, wanted = made[2][0].state_dict(), made[0][0].state_dict()
+        problems += [f"stage {stage}, {kind}: {name}" for name in wanted if not found[name].equal(wanted[name])]
     return problems
 
 
@@ -150,106 +135,74 @@ def test_the_optimizer_of_a_wrapper_saves_and_loads_them_too(on_ranks):
     assert on_ranks(2, stages) == [[]] * 2
 
 
-class Strange(Momentum):
-    """Has a state that cannot be sharded."""
-
-    strange: Any = None
-    key: Any = None
-
-    def update(self, group: dict[str, Any], each: Tensor, state: dict[str, Any]) -> None:
-        state["mean"] = torch.zeros_like(each)
-        if self.key is None:
-            state["strange"] = self.strange
-        else:
-            self.state[self.key] = self.strange
-
-
-STRANGE: dict[str, tuple[Any, Any, str]] = {
-    "a list": ([1, 2], None, "'strange' of parameter groups[0][0] is a list, which cannot be sharded"),
-    "rows": (torch.zeros(2), None, "'strange' of parameter groups[0][0] is a tensor of shape (2,)"),
-    "complex": (torch.zeros(1, dtype=torch.complex64), None, "is a tensor of shape (1,)"),
-    "a key": (7, "steps", "has the key 'steps', which is not a parameter"),
+STRANGE: dict[str, tuple[Any, str]] = {
+    "list": ([1, 2], "'list' of parameter groups[0][0] is a list, which cannot be sharded"),
+    "rows": (torch.zeros(2), "'rows' of parameter groups[0][0] is a tensor of shape (2,)"),
+    "complex": (torch.zeros(1, dtype=torch.complex64), "is a tensor of shape (1,)"),
+    "key": (7, "has the key 'key', which is not a parameter"),
 }
 
 
+class Strange(Momentum):
+    """Has a state that cannot be sharded."""
+
+    def update(self, group: dict[str, Any], each: Tensor, state: dict[str, Any]) -> None:
+        name = group["kind"]
+        (self.state if name == "key" else state)[name] = STRANGE[name][0]
+
+
 def refused(world: World) -> dict[str, list[str]]:
-    """Only the first rank has elements, and so a state."""
+    """Use one parameter, of which only the first rank has a part."""
     said = {}
-    for name, (value, key, _) in STRANGE.items():
-        kind = type("Stranger", (Strange,), {"strange": value, "key": key})
-        params = [nn.Parameter(torch.zeros(7))]
-        optimizer = ShardedOptimizer(params, kind)
-        params[0].grad = torch.ones(7)
-        optimizer.step()
-        said[name] = [said_by(optimizer.full_state_dict, ValueError)]
-        if world.size == 1:
-            said[name].append(said_by(optimizer.state_dict, ValueError))
-            said[name].append(said_by(lambda: State({"optimizer": optimizer}), RefusedError))  # noqa: B023
+    for name in STRANGE:
+        train(params := [nn.Parameter(torch.zeros(7))], made := ShardedOptimizer(params, Strange, kind=name), range(1))
+        said[name] = [said_by(made.full_state_dict, ValueError)]
+        if world.rank == 0:
+            said[name] += [said_by(made.state_dict, ValueError), said_by(lambda: State({"o": made}), RefusedError)]
     return said
 
 
 def test_other_states_are_refused_by_name_on_all_ranks(on_ranks):
-    for said in (*on_ranks(2, refused), *on_ranks(1, refused)):
-        for name, (value, _, told) in STRANGE.items():
-            assert all(told in each for each in said[name][:2]), name
-            in_session = "strange of a ShardedOptimizer must be a tensor" if isinstance(value, list) else told
-            assert all(in_session in each for each in said[name][2:]), name
-
-
-def through_sessions(world: World, folder: str) -> dict[str, str]:
-    """Save an optimizer with numbers, sharded and not, in a session; load the plain one's into a sharded one."""
-    params = [nn.Parameter(torch.zeros(5, 7)), nn.Parameter(torch.zeros(3))]
-    train(params, plain := Momentum(params), range(2))
-    state = State({"optimizer": plain})
-    state.join(world)
-    save(state, world, folder)
-    other = State({"optimizer": ShardedOptimizer(params, Momentum)})
-    other.join(world)
-    loading = said_by(lambda: load(other, folder), RefusedError)
-    train(params, sharded := ShardedOptimizer(params, Momentum), range(2))
-    plain.state["steps"] = 7  # type: ignore[index]
-    return {
-        "loading": loading,
-        "saving": said_by(lambda: State({"optimizer": sharded}), RefusedError),
-        "a key": said_by(lambda: State({"optimizer": plain}), RefusedError),
-    }
-
-
-def test_a_session_refuses_values_that_it_cannot_store(on_ranks, tmp_path):
-    (said,) = on_ranks(1, through_sessions, folder=str(tmp_path))
-    assert "first, power, prior, step in the checkpoint is no tensor" in said["loading"]
-    assert "must be a tensor to be stored" in said["saving"]
-    assert "has the key 'steps', which is not a parameter" in said["a key"]
-
-
-class OneElement(Momentum):
-    """Keeps tensors only."""
-
-    def update(self, group: dict[str, Any], each: Tensor, state: dict[str, Any]) -> None:
-        if not state:
-            state.update(mean=torch.zeros_like(each), count=torch.zeros(1, dtype=torch.float64))
-        state["count"] += 1
-        state["mean"].mul_(0.9).add_(each.grad)
-        each.sub_(group["lr"] * state["mean"] / state["count"].item())
+    for said in on_ranks(2, refused):
+        assert [name for name, texts in said.items() if not all(STRANGE[name][1] in each for each in texts)] == []
 
 
 def session(world: World, folder: str, saves: bool) -> list[int]:
-    whole, model = parameters(), nn.ParameterList(parameters())
-    params = list(model)
-    train(whole, OneElement(whole), range(4))
-    optimizer = ShardedOptimizer(params, OneElement)
+    train(whole := parameters(), Momentum(whole, kind="one"), range(4))
+    model = nn.ParameterList(parameters())
+    optimizer = ShardedOptimizer(model, Momentum, kind="one")
     state = State({"model": model, "optimizer": optimizer})
     state.join(world)
     if saves:
-        train(params, optimizer, range(2))
+        train(list(model), optimizer, range(2))
         save(state, world, folder)
     else:
         load(state, folder)
-    train(params, optimizer, range(2, 4))
-    return apart(params, whole)
+    train(list(model), optimizer, range(2, 4))
+    return apart(list(model), whole)
 
 
 def test_a_session_stores_tensors_of_one_element(on_ranks, tmp_path):
     assert on_ranks(3, session, folder=str(tmp_path), saves=True) == [[]] * 3
-    for ranks in (1, 2):
-        assert on_ranks(ranks, session, folder=str(tmp_path), saves=False) == [[]] * ranks
+    assert on_ranks(2, session, folder=str(tmp_path), saves=False) == [[]] * 2
+
+
+def numbers(world: World, folder: str) -> list[str]:
+    """Load the numbers of a plain optimizer into a sharded one; save a sharded one's; add a key to the plain one."""
+    train(params := parameters(), plain := Momentum(params), range(2))
+    sharded = ShardedOptimizer(params, Momentum)
+    states = [State({"optimizer": each}) for each in (plain, sharded)]
+    for each in states:
+        each.join(world)
+    save(states[0], world, folder)
+    said = [said_by(lambda: load(states[1], folder), RefusedError)]
+    train(params, sharded, range(2))
+    plain.state["steps"] = 7  # type: ignore[index]
+    return said + [said_by(lambda: State({"optimizer": each}), RefusedError) for each in (sharded, plain)]  # noqa: B023
+
+
+def test_a_session_refuses_values_that_it_cannot_store(on_ranks, tmp_path):
+    (said,) = on_ranks(1, numbers, folder=str(tmp_path))
+    assert "first, prior, step in the checkpoint is not a tensor" in said[0]
+    assert said[1].endswith("must be a tensor to be stored")
+    assert "has the key 'steps', which is not a parameter" in said[2]

@@ -85,7 +85,12 @@ class OptimizerState(Registered):
 
     def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
         """Add the tensors of the parameters' states; return the other values by path."""
-        require_of_parameters(self.name, self.optimizer.state)
+        for key in self.optimizer.state:
+            if not isinstance(key, Tensor):
+                raise RefusedError(
+                    f"state: {self.name}: the optimizer's state has the key {key!r}, which is not a parameter and "
+                    "cannot be saved; keep such values in the parameter groups"
+                )
         values: dict[str, Any] = {}
         for path, parameter, leaf, _ in self.parameters():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
@@ -177,16 +182,3 @@ class OptimizerState(Registered):
                 f"shape {list(parameter.shape)}; run one step before the restore"
             )
         return room_for(parameter, key, piece, group)
-
-
-def require_of_parameters(name: str, state: Mapping[Any, Any]) -> None:
-    """Check that an optimizer's state belongs to its parameters.
-
-    Raises:
-        RefusedError: if the state has a key that is not a parameter.
-    """
-    if strange := [key for key in state if not isinstance(key, Tensor)]:
-        raise RefusedError(
-            f"state: {name}: the optimizer's state has the key {strange[0]!r}, which is not a parameter and cannot be "
-            "stored; keep such values in the parameter groups"
-        )

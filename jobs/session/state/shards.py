@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.state.leaves import Leaf, Leaves
 from muster.jobs.session.state.modules import ModuleState, is_a
-from muster.jobs.session.state.optimizers import MASTER, OptimizerState, require_of_parameters
+from muster.jobs.session.state.optimizers import MASTER, OptimizerState
 from muster.jobs.session.state.stored import Stored
 from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.modules import ON_HOST, persistent_buffers
@@ -92,22 +92,20 @@ class ShardedOptimizerState(OptimizerState):
 
     def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
         """Add the ranges of the parameters' states."""
-        require_of_parameters(self.name, self.sharded.inner.state)
+        for path, held in self._held():
+            leaves.add(leaf_of(path, held))
         for state in self.sharded.inner.state.values():
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     raise RefusedError(f"state: {self.name}: {key} of a ShardedOptimizer must be a tensor to be stored")
-        for path, held in self._held():
-            leaves.add(leaf_of(path, held))
         return {}
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
         """Create the inner optimizer's state as its first step would, then fill this rank's ranges."""
-        if values:
-            keys = sorted({key for kept in values.values() for key in kept})
+        if keys := sorted({key for kept in values.values() for key in kept}):
             raise RefusedError(
-                f"state: {self.name}: {', '.join(keys)} in the checkpoint is no tensor, but a ShardedOptimizer can "
-                "restore tensors only; restore into the optimizer that saved it"
+                f"state: {self.name}: {', '.join(keys)} in the checkpoint is not a tensor, so only an optimizer that "
+                "is not sharded can restore it"
             )
         self.sharded.share_settings()
         self.sharded.source.mend()  # without a sharded module, this copies the restored parameters to float32 copies
