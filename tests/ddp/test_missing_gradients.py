@@ -1,7 +1,6 @@
 """Parameters without a gradient: a custom function returned None for them, or a later step skipped their layer."""
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from support.refusals import said_by
 pytestmark = pytest.mark.ranks
 
 CLASSES = [*WRAPPERS, "stage 1", "stage 2", "stage 3"]
-WARNING = "got no gradient in this step on any rank"
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.5}
 
 
 class Affine(torch.autograd.Function):
-    """A linear layer that returns None as the gradient of its weight, its bias or neither."""
+    """A linear layer that returns None as the gradients of the parameters in `without`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, without: str) -> Tensor:
@@ -36,160 +35,115 @@ class Affine(torch.autograd.Function):
         return gradient @ weight, of_weight, None if "bias" in ctx.without else gradient.sum(0), None
 
 
-class Layer(nn.Module):
+class Layer(nn.Linear):
+    def forward(self, x: Tensor, without: str) -> Tensor:
+        return Affine.apply(x, self.weight, self.bias, without)
+
+
+class Net(nn.Module):
+    """Four layers. The forward skips the layers in `without`, such as "1"; "1.bias" gets None as its gradient."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(20, 20) / 4), nn.Parameter(torch.randn(20))
-        self.without = ""
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(20, 20).double() for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return Affine.apply(x, self.weight, self.bias, self.without)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(4))).double()
+    def forward(self, number: int, without: str) -> Tensor:
+        x = torch.randn(3, 20, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        for place, layer in enumerate(self.layers):
+            if str(place) not in without.split():
+                x = layer(x, " ".join(each for each in without.split() if each.startswith(f"{place}.")))
+        return x.pow(2).mean()
 
 
 def wrapped(world: World, name: str, module: nn.Module, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
     """Return the wrapper and its optimizer."""
-    options = {"lr": 0.05, "weight_decay": 0.5}
     if name in WRAPPERS:
-        model = getattr(ddp, name)(module, world.group, **settings)
-        return model, torch.optim.AdamW(module.parameters(), **options)
-    model = ShardedDataParallel(module, world.group, stage=int(name[-1]), bucket_size_mb=0.002, **settings)
-    return model, model.optimizer(torch.optim.AdamW, **options)
+        return getattr(ddp, name)(module, world.group, **settings), torch.optim.AdamW(module.parameters(), **ADAMW)
+    model = ShardedDataParallel(
+        module, world.group, stage=int(name[-1]), units=list(module.layers), bucket_size_mb=0.002, **settings
+    )
+    return model, model.optimizer(torch.optim.AdamW, **ADAMW)
 
 
-def loss_of(model: nn.Module, number: int) -> Tensor:
-    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    return model(x).pow(2).mean()
+def synchronized(model: Any, number: int, without: str) -> None:
+    model(number, without).backward()
+    model.finish_gradient_synchronization()
 
 
-NONE: list[tuple[str, ...]] = [  # for each rank, the layer and parameter without a gradient; first in steps 0 and 1
-    ("1.bias", "1.bias"),
+NONE = [  # for each step and rank, what is without a gradient; first on all ranks, last everything on one rank
     ("1.bias 3.weight", "1.bias"),
     ("", "0.weight 0.bias 2.bias"),
     ("0.weight 1.weight 2.weight 3.weight 0.bias 1.bias 2.bias 3.bias", "2.bias"),
 ]
 
 
-def nones(world: World, name: str) -> Iterator[str]:
-    """Train with parameters whose gradient is None on some ranks, or on all; yield what differs from one process."""
-    module, twin = layers(), layers()
-    settings: list[dict[str, Any]] = [{}, {"exact": True}]
-    for extra in settings:
-        model, optimizer = wrapped(world, name, module, find_unused_parameters=True, **extra)
-        reference = torch.optim.AdamW(twin.parameters(), lr=0.05, weight_decay=0.5)
+def nones(world: World) -> list[str]:
+    """Train with gradients of None; name what differs from one process."""
+    problems = []
+    for name, exact in ((name, exact) for name in CLASSES for exact in (False, True)):
+        module, twin = Net(), Net()
+        model, optimizer = wrapped(world, name, module, find_unused_parameters=True, exact=exact)
+        reference = torch.optim.AdamW(twin.parameters(), **ADAMW)
         for step, without in enumerate(NONE):
-            optimizer.zero_grad()
-            reference.zero_grad()
+            for each in (optimizer, reference):
+                each.zero_grad()
+            synchronized(model, step * world.size + world.rank, without[world.rank])
             for rank in range(world.size):
-                for place in range(4):
-                    said = [each[2:] for each in without[rank].split() if each.startswith(str(place))]
-                    twin[place].without = " ".join(said)
-                    if rank == world.rank:
-                        module[place].without = " ".join(said)
-                (loss_of(twin, step * world.size + rank) / world.size).backward()
-            loss_of(model, step * world.size + world.rank).backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
-            reference.step()
-        if name in WRAPPERS:
-            yield from (
-                f"{name}: {key}: .grad is {'not ' if each.grad is None else ''}None in one process"
-                for key, each in twin.named_parameters()
-                if (each.grad is None) != (module.get_parameter(key).grad is None)
-            )
+                (twin(step * world.size + rank, without[rank]) / world.size).backward()
+            for each in (optimizer, reference):
+                each.step()
         found, wanted = model.state_dict(), twin.state_dict()
-        yield from (f"{name}, {extra}: {key}" for key in wanted if not torch.allclose(found[key], wanted[key]))
-        module = model.unwrap() if hasattr(model, "unwrap") else module
-        del model, optimizer
-
-
-def every_none(world: World) -> list[str]:
-    return [problem for name in CLASSES for problem in nones(world, name)]
+        problems += [f"{name}, {exact}: {key}" for key in wanted if not torch.allclose(found[key], wanted[key])]
+    return problems
 
 
 def test_gradients_of_none_train_as_in_one_process(on_ranks):
-    assert on_ranks(2, every_none) == [[]] * 2
+    assert on_ranks(2, nones) == [[]] * 2
 
 
-def none_everywhere(world: World) -> dict[str, str]:
-    said = {}
-    for name in CLASSES:
-        module = layers()
-        module[1].without = "bias"
-        model, _ = wrapped(world, name, module)
-        said[name] = said_by(lambda: synchronized(model), RuntimeError)  # noqa: B023 - called at once
-    return said
-
-
-def synchronized(model: Any) -> None:
-    loss_of(model, 0).backward()
-    model.finish_gradient_synchronization()
+def refused(world: World) -> list[str]:
+    models = [wrapped(world, name, Net())[0] for name in CLASSES]
+    return [said_by(lambda: synchronized(model, 0, "1.bias"), RuntimeError) for model in models]  # noqa: B023
 
 
 def test_without_the_option_a_gradient_of_none_on_all_ranks_is_refused_by_name(on_ranks):
-    first, second = on_ranks(2, none_everywhere)
-    assert first == second
-    wanted = "1 of 8 parameters got no gradient on any rank: 1.bias; "
-    assert [name for name in CLASSES if not first[name].startswith(wanted)] == []
+    wanted = "1 of 8 parameters got no gradient on any rank: layers.1.bias; if the loss does"
+    assert [[text[: len(wanted)] for text in said] for said in on_ranks(2, refused)] == [[wanted] * len(CLASSES)] * 2
 
 
-class Skips(nn.Module):
-    """Layers; `forward` runs only the first and those that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        for place, layer in enumerate(self.layers):
-            x = layer(x) if place in (0, *used) else x
-        return x
-
-
-SKIPPING = {
-    "on all ranks": [([1, 2, 3], [1, 2, 3]), ([1, 3], [1, 3]), ([1], [1])],
-    "on one rank": [([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1]), ([1, 2, 3], [1])],
-    "never": [([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 2, 3])],
+SKIPPED = {
+    "all": [("", ""), ("2", "2"), ("1 3", "1 3")],
+    "one": [("", ""), ("", "2"), ("3", "")],
+    "none": [("", "")] * 3,
 }
 
 
 def warned(world: World, name: str, which: str, **settings: Any) -> list[str]:
-    model, optimizer = wrapped(world, name, Skips(), **settings)
+    model, optimizer = wrapped(world, name, Net(), **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for used in SKIPPING[which]:
+        for number, without in enumerate(SKIPPED[which]):
             optimizer.zero_grad()
-            model(torch.ones(2, 20, dtype=torch.float64), used[world.rank]).pow(2).mean().backward()
-            model.finish_gradient_synchronization()
+            synchronized(model, number, without[world.rank])
             optimizer.step()
-    return [str(each.message) for each in caught if WARNING in str(each.message)]
+    return [str(each.message) for each in caught if "got no gradient in this step" in str(each.message)]
 
 
-def every_warning(world: World) -> dict[str, list[str]]:
-    calls = {
-        f"{name}, {which}, {settings}": warned(world, name, which, **settings)
-        for name in CLASSES
-        if name != "stage 3"  # its ranks must run the same units
-        for which in SKIPPING
-        for settings in ({}, {"find_unused_parameters": True})
+def warnings_of(world: World) -> dict[str, list[str]]:
+    cases = [(name, which) for name in CLASSES for which in SKIPPED if (name, which) != ("stage 3", "one")]
+    quiet = {
+        f"{name}, {which}, allowed": warned(world, name, which, find_unused_parameters=True) for name, which in cases
     }
-    calls["stage 3, on all ranks, {}"] = warned(world, "stage 3", "on all ranks")
-    return calls
+    return quiet | {f"{name}, {which}": warned(world, name, which) for name, which in cases}
 
 
 def test_a_layer_that_later_steps_skip_on_all_ranks_is_named_once(on_ranks):
-    for rank in zip(*(each.items() for each in on_ranks(2, every_warning)), strict=True):
-        case, said = rank[0][0], [texts for _, texts in rank]
-        if not case.endswith("on all ranks, {}"):
-            assert said == [[], []], case
-            continue
-        assert all(len(texts) <= 1 for texts in said), case
-        assert all(said) or case.startswith("stage"), case  # a sharded mean is known only to the ranks that have it
-        together = " ".join(text for texts in said for text in texts)
-        assert "layers.2.weight" in together, case
-        assert "find_unused_parameters=True" in together, case
-        assert "layers.1" not in together, case
+    first, second = on_ranks(2, warnings_of)
+    for case, said in ((case, [first[case], second[case]]) for case in first):
+        texts = [text for each in said for text in each]
+        is_told = {"layers.2.weight" in text and "set find_unused_parameters=True" in text for text in texts}
+        assert is_told == ({True} if case.endswith(", all") else set()), case
+        # A sharded mean is known only to the ranks that have a part of it.
+        assert not texts or len(texts) == 1 + (first[case] != [] and second[case] != []), case
+        assert not texts or case.startswith("stage") or len(texts) == 2, case
