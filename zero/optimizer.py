@@ -52,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     The constructor, `add_param_group`, `step` and `load_state_dict` are collectives. Every rank must pass the same
     parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as in an
     optimizer that is not sharded, so learning-rate schedulers work. Parameters become views of flat tensors.
+    Without a wrapper, parameters that are not row-major keep their memory.
 
     With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values that the user writes to a
     parameter between steps are kept, and must be the same on all ranks.
