@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel
-from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.checks import require_used, used_by_any, warn_of_skipped
 from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import refuse_sparse
 from muster.ddp.means import ordered_mean, sum_in_order
@@ -42,6 +42,7 @@ class AfterBackward(DataParallel):
         self._stats = Stats()
         self._watch: Wait | None = None
         self._judged = False
+        self._has_warned = False
 
     def finish_gradient_synchronization(self) -> None:
         """Set every `.grad` to the mean over all shards.
@@ -58,6 +59,8 @@ class AfterBackward(DataParallel):
         if self._shards:
             self._require_gradients()
         trainable = self.trainable()
+        was_judged = self._judged
+        skipped = [pair for pair in trainable if pair[1].grad is None and pair[0] not in self._earlier]
         used = self._used(trainable)
         shards, self._shards, self._earlier = self._shards, [], set()
         watch, sent = Wait(self.device), 0
@@ -81,6 +84,8 @@ class AfterBackward(DataParallel):
         watch.stop()
         self._synchronized += 1
         self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
+        if was_judged and not (self.find_unused_parameters or self._has_warned):
+            self._has_warned = warn_of_skipped([(name, each.grad) for name, each in skipped if each.grad is not None])
 
     def stats(self) -> Stats:
         """Return statistics of the last synchronization. All of its time counts as waiting time."""

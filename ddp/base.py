@@ -40,8 +40,8 @@ class DataParallel(nn.Module, ABC):
     sent as `communication_dtype`, except complex ones.
 
     The first synchronization raises an error if a parameter has no gradient on any rank. Later synchronizations replace
-    missing gradients by zeros, so weight decay and momentum still change the parameter. With `find_unused_parameters`,
-    every synchronization checks, and leaves `.grad` None if no rank has a gradient.
+    missing gradients by zeros, so weight decay and momentum still change the parameter; the first time, a warning names
+    it. With `find_unused_parameters`, every synchronization checks, and leaves `.grad` None if no rank has a gradient.
 
     A forward detects parameters that became trainable or frozen, or changed their dtype or device. New tensors are
     compared and broadcast, so every rank must make the same change.

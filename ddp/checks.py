@@ -6,14 +6,17 @@
     require_same_parameters  one all-gather      names, shapes, dtypes (not values) are the same on all ranks
     require_used             one all-reduce      every trainable parameter got a gradient on some rank
     used_by_any              one all-reduce      returns which parameters got a gradient on some rank
+    warn_of_skipped          this rank alone     warns of parameters that got no gradient on any rank in a later step
 
-The last three are collectives of the wrapper's group. Messages give a rank's number in the whole job, not in the group.
+The checks that communicate are collectives of the wrapper's group. Messages give a rank's number in the whole job, not
+in the group.
 """
 
 import hashlib
 import json
+import warnings
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -105,10 +108,19 @@ def require_dense(module: nn.Module) -> None:
     Raises:
         ValueError: If a tensor is not initialized, is sparse, nested or quantized, or has elements that share memory.
     """
-    for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, each in named:
-            if why := _why_not_dense(each):
-                raise ValueError(f"{what} {name!r} {why}")
+    require_dense_tensors("parameter", module.named_parameters())
+    require_dense_tensors("buffer", module.named_buffers())
+
+
+def require_dense_tensors(what: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check tensors as `require_dense` does.
+
+    Raises:
+        ValueError: As in `require_dense`.
+    """
+    for name, each in named:
+        if why := _why_not_dense(each):
+            raise ValueError(f"{what} {name!r} {why}")
 
 
 def _why_not_dense(tensor: Tensor) -> str:
@@ -231,6 +243,26 @@ def require_used(
         "not depend on them in every step, set find_unused_parameters=True; if it never does, call "
         "requires_grad_(False) on them before wrapping"
     )
+
+
+def warn_of_skipped(means: Sequence[tuple[str, Tensor]]) -> bool:
+    """Warn of parameters for which no rank has computed a gradient in this step. Return whether there was a warning.
+
+    `means` are the mean gradients of parameters for which this rank has computed none. A mean of zeros shows that no
+    other rank has computed one either. On CUDA, the host waits for the means, unless a graph is being recorded.
+    """
+    means = [(name, mean) for name, mean in means if mean.numel()]
+    if not means or (means[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    used = torch.stack([mean.any() for _, mean in means]).tolist()
+    if names := [name for (name, _), is_used in zip(means, used, strict=True) if not is_used]:
+        warnings.warn(
+            f"{some_of(names)}: got no gradient in this step on any rank, so zeros take the place of the gradient, and "
+            "the optimizer may still change the parameter (weight decay, momentum). If the loss does not depend on it "
+            "in every step, set find_unused_parameters=True. This warning is not repeated.",
+            stacklevel=2,
+        )
+    return bool(names)
 
 
 def some_of(names: Sequence[str]) -> str:

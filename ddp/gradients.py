@@ -26,7 +26,7 @@ UNSHARED: Final = 2  # references to an unshared gradient: `.grad`, and the vari
 class Slot:
     """One parameter's part of a bucket."""
 
-    __slots__ = ("address", "bucket", "earlier", "name", "parameter", "ready", "view")
+    __slots__ = ("address", "bucket", "earlier", "name", "none", "parameter", "ready", "view")
 
     def __init__(self, bucket: "Bucket", name: str, parameter: nn.Parameter, view: Tensor) -> None:
         self.bucket = bucket
@@ -35,6 +35,7 @@ class Slot:
         self.view = view  # a view of the flat tensor, with the parameter's shape and strides
         self.address = view.data_ptr()
         self.ready = False  # True: the gradient of this synchronization is ready
+        self.none = False  # True: the backward has passed the parameter, but returned None as its gradient
         self.earlier = False  # True: an earlier virtual shard has a gradient
 
     def holds(self, gradient: Tensor) -> bool:
@@ -82,6 +83,10 @@ class Bucket(ABC):
         Returns the names of the parameters that have no gradient here or in an earlier virtual shard.
         """
 
+    def mean_of(self, slot: Slot) -> Tensor | None:
+        """Return the mean gradient of a parameter, or this rank's part of it, if there is one."""
+        return slot.parameter.grad
+
     def close_shard(self) -> None:
         """Set the gradients aside as a virtual shard, and begin the next shard without gradients."""
         without = self.fill_missing(None)
@@ -98,7 +103,7 @@ class Bucket(ABC):
         """Mark all gradients as not ready, and drop the virtual shards."""
         self.waiting, self.closed = len(self.slots), []
         for slot in self.slots:
-            slot.ready = slot.earlier = False
+            slot.ready = slot.none = slot.earlier = False
 
 
 class FlatGradients(Bucket):

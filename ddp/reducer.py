@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.checks import require_used, used_by_any, warn_of_skipped
 from muster.ddp.gradients import Bucket, Named, Slot
 from muster.ddp.means import AnyBucket, Mean, Wait
 from muster.ddp.stats import Stats
@@ -57,8 +57,9 @@ class Reducer(Generic[AnyBucket]):
         self._asked = False  # True: autograd will call back at the end of the backward
         self._waits: list[Wait] = []  # one wait per launched bucket
         self._without: list[str] = []  # parameters without a gradient in released buckets
-        self._released: list[AnyBucket] = []
+        self._released: list[Bucket] = []
         self._synchronized = 0
+        self._has_warned = False  # True: `_judge` has warned of a skipped parameter
         self._watch: Watch | None = None
         me = weakref.ref(self)  # after the wrapper is deleted, the hooks do nothing
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
@@ -142,10 +143,9 @@ class Reducer(Generic[AnyBucket]):
             return self.local
         for bucket in buckets:
             if are_over and bucket.waiting:
-                if any(_will_come(slot) for slot in bucket.slots if not slot.ready):
+                if any(_will_come(slot) for slot in bucket.slots if not (slot.ready or slot.none)):
                     return False
-                self._without += bucket.fill_missing(self._scale)
-                self._released.append(bucket)
+                self._fill_missing(bucket)
                 bucket.waiting = 0
             bucket.held = False
         self._launch_due()
@@ -161,20 +161,22 @@ class Reducer(Generic[AnyBucket]):
 
         Launch the buckets that are complete and next in order.
         """
-        if slot.ready:
+        if slot.ready or slot.none:
             raise RuntimeError(
                 f"{slot.name}: got a second gradient in one synchronization; run every backward but the last in "
                 "no_sync(), and call torch.utils.checkpoint with use_reentrant=False"
             )
+        is_none = slot.parameter.grad is None  # a custom autograd function returned None
         if self.local:
-            slot.bucket.take(slot, None)
+            if not is_none:
+                slot.bucket.take(slot, None)
             self._owed = True
             return
         self._running = True
         if not self._asked:
             self._asked = True
             Variable._execution_engine.queue_callback(self._backward_is_over)
-        self._count(slot)
+        self._count(slot, is_none=is_none)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record gradients whose completion is reported by a caller instead of a hook. `finish` ends the
@@ -191,14 +193,21 @@ class Reducer(Generic[AnyBucket]):
             self._running = True
             self._count(slot)
 
-    def _count(self, slot: Slot) -> None:
+    def _count(self, slot: Slot, *, is_none: bool = False) -> None:
         bucket = slot.bucket
-        slot.ready = True
-        if not bucket.wants_batches:
+        slot.ready, slot.none = not is_none, is_none
+        if not (is_none or bucket.wants_batches):
             bucket.take(slot, self._scale)
         bucket.waiting -= 1
         if not bucket.waiting:
+            if any(each.none for each in bucket.slots):
+                self._fill_missing(bucket)
             self._launch_due()
+
+    def _fill_missing(self, bucket: Bucket) -> None:
+        """Fill in the missing gradients of a bucket before the backward is over."""
+        self._without += bucket.fill_missing(self._scale)
+        self._released.append(bucket)
 
     def _launch_due(self) -> None:
         """Launch complete buckets, up to the first incomplete one."""
@@ -250,11 +259,16 @@ class Reducer(Generic[AnyBucket]):
             bucket.reset()
 
     def _judge(self, without: Sequence[str]) -> None:
-        """At the first synchronization, refuse parameters that no rank used.
+        """At the first synchronization, refuse parameters that no rank used. Later, warn once of such parameters.
 
         With `find_unused`, clear the `.grad` of such parameters at every synchronization instead.
         """
         if not self.find_unused and self._synchronized > 1:
+            if without and not self._has_warned:
+                means = [
+                    (slot.name, slot.bucket.mean_of(slot)) for slot in self._slots.values() if slot.name in without
+                ]
+                self._has_warned = warn_of_skipped([(name, mean) for name, mean in means if mean is not None])
             return
         names = self._names
         used = [name not in without for name in names]

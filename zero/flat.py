@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from muster.ddp.gradients import Named
+from muster.ddp.gradients import Named, is_dense
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
@@ -50,10 +50,13 @@ class FlatParameters:
 
     With `dtype`, float32 parameters are cast to that 16-bit dtype for computing, and `split` keeps their values as
     masters. Either all parameters are trainable, or none. The parameters become row-major views of one flat tensor,
-    `full`. `grad` is this rank's shard of the mean gradient, or None.
+    `full`. With `keeps_strides`, parameters that are not row-major keep their memory, and are copied to the flat tensor
+    before a step and back after it. `grad` is this rank's shard of the mean gradient, or None.
     """
 
-    def __init__(self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None, keeps_strides: bool = False
+    ) -> None:
         first = named[0][1]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -61,6 +64,7 @@ class FlatParameters:
         self.stored_dtype, self.device = first.dtype, first.device  # the dtype in state dicts
         self.dtype = dtype if dtype is not None and first.dtype == torch.float32 else first.dtype
         self.trains = first.requires_grad
+        self.keeps_strides = keeps_strides
         self.rank = rank
         sizes = tuple(parameter.numel() for _, parameter in named)
         self.layout = Layout(sizes, ranks, ALIGNMENT // self.dtype.itemsize)
@@ -72,13 +76,31 @@ class FlatParameters:
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 view.copy_(parameter)
-                parameter.data = view
+                parameter.data = self._home_of(parameter, view)
+        self._homes = [each.detach() for each in self.parameters]  # these keep the memory alive
+        self._memory = [_memory_of(home) for home in self._homes]
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # a rounded copy of the master, if the shard itself is not kept
         self.stepped = self._shard  # the tensor that the optimizer steps: the shard or its master
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has its own memory
         self.is_whole = True  # False: the flat tensor currently has no memory
+
+    def _home_of(self, parameter: Tensor, view: Tensor) -> Tensor:
+        """Return the memory to use for a parameter: its view, or with `keeps_strides` memory with the same strides."""
+        if not self.keeps_strides or not is_dense(parameter):
+            return view
+        if parameter.is_contiguous():  # the strides of dimensions of size 1 may still differ
+            return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
+        return parameter.detach()
+
+    @torch.no_grad()
+    def copy_apart(self, *, back: bool) -> None:
+        """Copy the parameters that are not in the flat tensor to it, or back."""
+        full = self.full.untyped_storage()._cdata
+        for parameter, view, (storage, *_) in zip(self.parameters, self.views, self._memory, strict=True):
+            if storage != full:
+                _ = parameter.copy_(view) if back else view.copy_(parameter)
 
     @property
     def shard(self) -> Tensor:
@@ -156,6 +178,7 @@ class FlatParameters:
     def settle(self, full: Tensor) -> None:
         """Move the flat tensor to other memory of the same length."""
         self.full, self.views = full.copy_(self.full), self.views_of(full)
+        self._homes, self._memory = list(self.views), [_memory_of(view) for view in self.views]
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
         self._shard = self.stepped = full[self.begin : self.end]
@@ -240,9 +263,12 @@ class FlatParameters:
         if not self.is_split:
             send(self.parameters)
 
-    def drop_gradient(self) -> None:
-        """Drop the shard's gradient."""
-        self.grad = None
+    def drop_gradient(self, *, set_to_none: bool) -> None:
+        """Drop the shard's gradient, or replace it by zeros."""
+        if set_to_none:
+            self.grad = None
+        elif self.grad is not None:
+            self.grad.zero_()
         self.unsend()
 
     def unsend(self) -> None:
@@ -271,15 +297,18 @@ class FlatParameters:
 
         `storages` lists the storages of all flat tensors.
         """
-        storage = self.full.untyped_storage()._cdata
         with as_it_is():
-            for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
-                in_flat = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
-                if not in_flat or parameter.shape != self.shapes[place]:
-                    self._restore_view(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
+            for place, (parameter, memory) in enumerate(zip(self.parameters, self._memory, strict=True)):
+                found = _memory_of(parameter)
+                if found == memory:
+                    continue
+                if found[:-1] == memory[:-1] and parameter.is_contiguous():
+                    self._memory[place] = found  # only strides of dimensions of size 1 have changed
+                else:
+                    self._restore(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
 
     @torch.no_grad()
-    def _restore_view(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
+    def _restore(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
         self._require_same(place, parameter)
         if is_tied:
             raise RuntimeError(
@@ -291,7 +320,10 @@ class FlatParameters:
                 f"{self.names[place]}: its data was set while it was sharded; set the data within gather_full()"
             )
         self.views[place].copy_(parameter)
-        parameter.data = self.views[place]
+        # With `keeps_strides`, keep also new strides. The memory is cloned, because it may belong to another tensor.
+        own = parameter.detach().clone() if self.keeps_strides else parameter
+        parameter.data = self._home_of(own, self.views[place])
+        self._homes[place], self._memory[place] = parameter.detach(), _memory_of(parameter)
         self.adopt()
 
     def _require_same(self, place: int, parameter: nn.Parameter) -> None:
@@ -317,9 +349,14 @@ def mend(flat_parameters: Sequence[FlatParameters]) -> None:
         RuntimeError: If a parameter has another shape, dtype or device than when it was sharded, or now shares memory
             with another sharded parameter.
     """
-    storages = {flat_parameter.full.untyped_storage()._cdata for flat_parameter in flat_parameters}
+    storages = {storage for flat_parameter in flat_parameters for storage, *_ in flat_parameter._memory}
     for flat_parameter in flat_parameters:
         flat_parameter.mend(storages)
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the storage, offset, shape and strides of a tensor."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def by_kind(named: Named) -> list[Named]:

@@ -77,6 +77,9 @@ class KeptGradients(FlatGradients):
         for slot in self.slots:
             slot.parameter.grad = None
 
+    def mean_of(self, slot: Slot) -> Tensor | None:
+        return _part_of(self.flat_parameter, slot)
+
     def _clear(self) -> None:
         """Wait until other ranks have read the flat tensor.
 
@@ -172,12 +175,24 @@ class PassingGradients(Bucket):
         self.flat_parameter.add_gradient(mean.to(self.flat_parameter.dtype, copy=self.flat_parameter.layout.ranks > 1))
         self.flat = None
 
+    def mean_of(self, slot: Slot) -> Tensor | None:
+        return _part_of(self.flat_parameter, slot)
+
     def reset(self) -> None:
         super().reset()
         self.flat, self.held = None, self._held
 
 
 Gradients = KeptGradients | PassingGradients
+
+
+def _part_of(flat_parameter: FlatParameters, slot: Slot) -> Tensor | None:
+    """Return this rank's part of a parameter's mean gradient, or None if the shard has no part of the parameter."""
+    if flat_parameter.grad is not None:
+        for at in flat_parameter.slices:
+            if flat_parameter.parameters[at.tensor] is slot.parameter:
+                return flat_parameter.of(flat_parameter.grad, at)
+    return None
 
 
 def _never_used(bucket: Gradients, without: list[str]) -> list[str]:

@@ -5,11 +5,12 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from muster.zero.agreement import require_same, settings_in_words, together
+from muster.zero.kinds import MASTER, NO_SETTINGS, PROBE, Kinds, require_whole
 from muster.zero.layout import Slice
-from muster.zero.states import MASTER, RANGE, SHARD, numbers_of, parameters_of
+from muster.zero.states import RANGE, SHARD, numbers_of, parameters_of
 
 if TYPE_CHECKING:
     from muster.zero.optimizer import Segment, ShardedOptimizer
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Entries = Mapping[str, Any]
 ANOTHER: Final = "the state is from a different optimizer"
 MODEL: Final = "the state is from a different model or different groups"
-NO_SETTINGS: Final = ("params", "param_names")
+Cut = tuple[dict[str, Tensor], dict[str, Any]]  # the states of a slice: with one entry per element, and all others
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If the state does not fit the optimizer on this rank or on another rank.
     """
-    plan: list[tuple[Segment, dict[str, Tensor], dict[str, Tensor]]] = []
+    plan: list[tuple[Segment, dict[str, Any], dict[str, Any]]] = []
     with together(optimizer.group):
         groups, state = _checked(optimizer, given)
         kinds = Kinds(optimizer, groups)
@@ -42,7 +43,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
                     _cut(segment, at, state.get(numbers[id(each)], {}), kept)
                     for at, each in zip(segment.slices, parameters, strict=True)
                 ]
-                plan.append((segment, _joined(segment, cut, kept), dict(fresh.state.get(segment.stepped, {}))))
+                plan.append((segment, _joined(segment, cut), dict(fresh.state.get(segment.stepped, {}))))
     require_same([settings_in_words(group) for group in groups], optimizer.group, "states to load")
     optimizer.share_settings()  # so that the inner optimizer's changes do not override loaded settings
     for each in plan:
@@ -50,36 +51,6 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(deepcopy({key: value for key, value in loaded.items() if key not in NO_SETTINGS}))
     optimizer.share_settings()
-
-
-class Kinds:
-    """The states that an optimizer with the loaded settings of a group creates for each parameter.
-
-    A trial step finds them.
-    """
-
-    def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
-        self.settings = [
-            {key: value for key, value in {**own, **loaded}.items() if key not in NO_SETTINGS}
-            for own, loaded in zip(optimizer.param_groups, groups, strict=True)
-        ]
-        self._optimizer = optimizer
-        self._known: dict[object, dict[str, Tensor]] = {}
-
-    def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of a one-element parameter, by key.
-
-        A state that has one number per parameter is a scalar.
-        """
-        dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
-        case = (place, dtype, parameter.device)
-        if case not in self._known:
-            probe = nn.Parameter(torch.zeros(1, dtype=dtype, device=parameter.device))
-            probe.grad = torch.zeros_like(probe)
-            stepper = self._optimizer.fresh(deepcopy(self.settings[place]), [probe])
-            stepper.step()
-            self._known[case] = {key: each for key, each in stepper.state[probe].items() if isinstance(each, Tensor)}
-        return self._known[case]
 
 
 def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
@@ -120,28 +91,42 @@ def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], 
     for number, entries in state.items():
         parameter, kept = parameters[number], kinds.of(places[number], parameters[number])
         found = {key for key, value in entries.items() if value is not None} - {RANGE, MASTER}
-        if found and found != kept.keys():
+        needed = {key for key, value in kept.items() if value is not None}
+        if found and not needed <= found <= kept.keys():
             raise ValueError(
                 f"{ANOTHER}: for parameter {number} it has {', '.join(sorted(found))}, "
                 f"but this optimizer keeps {', '.join(sorted(kept)) or 'nothing'}; load a state of the same class and "
                 "settings"
             )
-        shape = tuple(parameter.shape)
-        if RANGE in entries:
-            start, stop = entries[RANGE]
-            shape = (stop - start,)
+        shape = _shape(entries, parameter)
         for key in (*found, *({MASTER} & entries.keys())):
-            value = torch.as_tensor(entries[key])
-            is_one = key != MASTER and kept[key].dim() == 0
-            if value.numel() != 1 if is_one else tuple(value.shape) != shape:
+            value = entries[key]
+            is_split = _is_split(key, value, kept, shape)
+            if isinstance(value, Tensor) and (tuple(value.shape) != shape if is_split else value.numel() != 1):
                 raise ValueError(
                     f"{MODEL}: {key} of parameter {number} has the shape {tuple(value.shape)}, "
                     f"but the parameter has {tuple(parameter.shape)}"
                 )
+            if not is_split:
+                require_whole(str(number), key, value)
 
 
-def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states of a slice, as views.
+def _shape(entries: Entries, parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the states with one entry per element."""
+    start, stop = entries.get(RANGE, (0, 0))
+    return (stop - start,) if RANGE in entries else tuple(parameter.shape)
+
+
+def _is_split(key: str, value: Any, kept: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    """Return whether a state has one entry per element. If the optimizer begins with None, its shape decides."""
+    like = None if key == MASTER else kept[key]
+    if like is None:
+        return key == MASTER or (isinstance(value, Tensor) and tuple(value.shape) == shape)
+    return isinstance(like, Tensor) and like.shape == PROBE
+
+
+def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Any]) -> Cut:
+    """Return the states of a slice, tensors as views.
 
     Raises:
         ValueError: If the entries are for another range of the parameter.
@@ -154,38 +139,41 @@ def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Ten
             f"but this rank has {at.start} to {at.stop}; "
             "load the result of full_state_dict() or consolidate_state_dict()"
         )
-    cut: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
+    whole: dict[str, Any] = {}
+    shape = _shape(entries, segment.flat_parameter.parameters[at.tensor])
     for key in (*kept, *((MASTER,) if segment.flat_parameter.has_masters() else ())):
-        if entries.get(key) is None:
+        value, like = entries.get(key), kept.get(key)
+        if value is None:
+            if key in entries and like is None:
+                whole[key] = None
             continue
-        value = torch.as_tensor(entries[key])
-        if key != MASTER and kept[key].dim() == 0:
-            cut[key] = value.reshape(()).to(kept[key].device, kept[key].dtype)
+        if _is_split(key, value, kept, shape):
+            flat = torch.as_tensor(value).reshape(-1)
+            part = flat if RANGE in entries else flat[at.start : at.stop]
+            split[key] = part.to(like.dtype) if isinstance(like, Tensor) and key != MASTER else part
+        elif isinstance(like, Tensor):
+            whole[key] = torch.as_tensor(value).reshape(like.shape).to(like.device, like.dtype)
         else:
-            part = value.reshape(-1) if RANGE in entries else value.reshape(-1)[at.start : at.stop]
-            cut[key] = part if key == MASTER else part.to(kept[key].dtype)
-    return cut
+            whole[key] = value.item() if isinstance(value, Tensor) else value
+    return split, whole
 
 
-def _joined(
-    segment: "Segment", slices: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _joined(segment: "Segment", slices: Sequence[Cut]) -> dict[str, Any]:
     """Join the states of a segment's slices.
 
     Raises:
         ValueError: If the segment steps parameters together that were stepped separately when the state was saved.
     """
-    first = slices[0]
-    for at, each in zip(segment.slices, slices, strict=True):
-        if each.keys() != first.keys() or any(
-            each[key] != first[key] for key in first if key != MASTER and kept[key].dim() == 0
-        ):
+    split, whole = slices[0]
+    for at, (each_split, each_whole) in zip(segment.slices, slices, strict=True):
+        if each_split.keys() != split.keys() or each_whole != whole:
             names = [segment.flat_parameter.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
             raise ValueError(
                 f"{names[0]} and {names[1]} now share one step count, but the checkpoint has one for each, "
                 "because one of them had no gradient in some steps; build the wrapper with find_unused_parameters=True"
             )
-    return {key: value if value.dim() == 0 else _side_by_side(segment, key, slices) for key, value in first.items()}
+    return {**whole, **{key: _side_by_side(segment, key, [each for each, _ in slices]) for key in split}}
 
 
 def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -199,7 +187,7 @@ def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Te
 
 
 def _fill(
-    inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Tensor], fresh: Mapping[str, Any]
+    inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Any], fresh: Mapping[str, Any]
 ) -> None:
     """Replace a segment's state, in place if it exists. Without a loaded state, reset it to a new optimizer's state."""
     if MASTER in loaded:
@@ -212,7 +200,7 @@ def _fill(
         old = kept.get(key)
         if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
             old.copy_(value)
-        elif isinstance(value, Tensor) and value.dim():
+        elif isinstance(value, Tensor) and value.shape == segment.stepped.shape:
             kept[key] = torch.empty_like(segment.stepped, dtype=value.dtype).copy_(value)
         else:
             kept[key] = value.clone() if isinstance(value, Tensor) else value

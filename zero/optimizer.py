@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.checks import require_member
+from muster.ddp.checks import require_dense_tensors, require_member
 from muster.ddp.means import Group
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
 from muster.zero import loading, states
@@ -25,6 +25,7 @@ from muster.zero.agreement import require_same, settings_in_words, together
 from muster.zero.apart import PARAMS, refuse_duplicates, require_apart
 from muster.zero.elementwise import require_elementwise
 from muster.zero.flat import FlatParameters, ParameterRange
+from muster.zero.kinds import slices_of
 from muster.zero.layout import Slice, runs
 from muster.zero.scaling import overflow
 from muster.zero.sources import Alone, Source
@@ -51,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     The constructor, `add_param_group`, `step` and `load_state_dict` are collectives. Every rank must pass the same
     parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as in an
     optimizer that is not sharded, so learning-rate schedulers work. Parameters become views of flat tensors.
+    Without a wrapper, parameters that are not row-major keep their memory.
 
     With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values that the user writes to a
     parameter between steps are kept, and must be the same on all ranks.
@@ -131,7 +133,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
 
     def _require_apart(self) -> None:
-        require_apart(pair for number, group in enumerate(self.param_groups) for pair in _named(group, number))
+        named = [pair for number, group in enumerate(self.param_groups) for pair in _named(group, number)]
+        require_dense_tensors("parameter", named)
+        require_apart(named)
 
     def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Shard new groups, after checking that all ranks have the same groups."""
@@ -184,8 +188,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whole or sharded."""
-        self.source.forget()
+        """Drop all gradients, whole or sharded, or replace them by zeros."""
+        self.source.forget(set_to_none=set_to_none)
         with as_it_is():
             super().zero_grad(set_to_none)
 
@@ -198,8 +202,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         gradients = self.gradients()
         norm_of = reproducible_norm if self.source.exact else plain_norm
-        norm = norm_of(gradients, self.group, reduce=True)
-        clip_by(self.source.clipped_with(gradients), norm, max_norm)
+        norm = norm_of([_real(each) for each in gradients], self.group, reduce=True)
+        clip_by([_real(each) for each in self.source.clipped_with(gradients)], norm, max_norm)
         return norm
 
     def gradients(self) -> list[Tensor]:
@@ -209,11 +213,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [shard for shard in shards if shard is not None]
 
     def held_state(self) -> list[ParameterRange]:
-        """List this rank's state by parameter and key. The tensors may be filled in place.
+        """List the tensors of this rank's state by parameter and key. They may be filled in place.
 
         The float32 copy of a 16-bit parameter has the key "master".
         """
-        return [each for _, _, kept in states.held(self) for each in kept]
+        return list(states.held(self))
 
     @property
     def state(self) -> Any:
@@ -223,7 +227,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with the ranges.
         """
         shown = {
-            flat_parameter.parameters[at.tensor]: parts for flat_parameter, at, parts in states.slices_of(self) if parts
+            flat_parameter.parameters[at.tensor]: {**whole, **split}
+            for flat_parameter, at, split, whole in slices_of(self)
+            if split or whole
         }
         return MappingProxyType(shown)
 
@@ -316,6 +322,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _all(self) -> Iterator[Segment]:
         return chain.from_iterable(self.segments)
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,13 +181,13 @@ class Sharded(DataParallel):
         self.residency.changed([each for each in self.flat_parameters if each.trains])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whole or sharded. `set_to_none` is ignored: all gradients are always set to None."""
+        """Drop all gradients, whole or sharded, or replace them by zeros, with which a step changes parameters."""
         self.forget_shards()
         with as_it_is():
             for flat_parameter in self.flat_parameters:
-                flat_parameter.drop_gradient()
+                flat_parameter.drop_gradient(set_to_none=set_to_none)
                 for each in flat_parameter.parameters:
-                    each.grad = None
+                    each.grad = None if set_to_none or each.grad is None else each.grad.detach().zero_()
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
         """Return the module's own state dict with whole tensors. In stage 3 this is a collective and copies tensors."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.gradients import Named, deal, refuse_sparse
+from muster.ddp.gradients import Named, deal, is_dense, refuse_sparse
 from muster.ddp.means import Group
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
@@ -75,8 +75,8 @@ class Source(ABC):
         """Gather the parameters after a step."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Drop all gradients that are not a parameter's `.grad`."""
+    def forget(self, *, set_to_none: bool) -> None:
+        """Drop all gradients that are not a parameter's `.grad`, or replace them by zeros."""
 
 
 class Alone(Source):
@@ -92,9 +92,11 @@ class Alone(Source):
         self.made: list[FlatParameters] = []
         self.gather: Gather | None = None
         self._steps = 0
+        # During a step, parameters with gradients that are not row-major have copies: (parameter, gradient, copy).
+        self._copied: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors.
+        """Move the parameters into new flat tensors. Those that are not row-major stay, because DDP relies on strides.
 
         The old memory of one flat tensor's parameters is freed before the next flat tensor is allocated.
         """
@@ -102,7 +104,9 @@ class Alone(Source):
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         buckets = deal(parameters, FLAT_MB, alone=False)
-        flat_parameters = [FlatParameters(bucket[::-1], rank=rank, ranks=ranks) for bucket in reversed(buckets)]
+        flat_parameters = [
+            FlatParameters(bucket[::-1], rank=rank, ranks=ranks, keeps_strides=True) for bucket in reversed(buckets)
+        ]
         self.gather = self.gather or gather_for(self.group, parameters[0][1].device)
         self.made += flat_parameters
         return flat_parameters
@@ -111,16 +115,19 @@ class Alone(Source):
         """Accept values that were written to the parameters: copy them into the masters."""
         mend(self.made)
         for flat_parameter in self.made:
+            flat_parameter.copy_apart(back=False)
             flat_parameter.follow_shard()
 
     def collect(self) -> None:
-        """Make all gradients row-major, as parameters are."""
+        """Make all gradients row-major, as shards are, until `spread`."""
         for flat_parameter in self.made:
             for name, parameter in flat_parameter.named:
                 if (gradient := parameter.grad) is not None:
                     refuse_sparse(name, gradient)
                     if not gradient.is_contiguous():
                         parameter.grad = gradient.contiguous()
+                        if is_dense(gradient):
+                            self._copied.append((parameter, gradient, parameter.grad))
 
     def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
         """View this rank's part of a parameter's gradient."""
@@ -150,9 +157,19 @@ class Alone(Source):
             entered = Entered(self._steps, number, len(waits), len(waits), first, last, flat_parameter.full_bytes)
             with waiting_for(entered, self.group):
                 wait()
+            flat_parameter.copy_apart(back=True)
+        self._restore_gradients()
 
-    def forget(self) -> None:
-        """Do nothing, because every gradient is a parameter's `.grad`."""
+    def _restore_gradients(self) -> None:
+        """Restore the layout of gradients, because autograd and DDP expect that of the parameters."""
+        for parameter, gradient, copied in self._copied:
+            if parameter.grad is copied:
+                parameter.grad = gradient.detach().copy_(copied)
+        self._copied = []
+
+    def forget(self, *, set_to_none: bool) -> None:
+        """Drop the original layout of gradients. Every gradient is a parameter's `.grad`."""
+        self._copied = []
 
 
 class Joined(Source):
@@ -223,11 +240,11 @@ class Joined(Source):
     def spread(self) -> None:
         self.wrapper.spread()
 
-    def forget(self) -> None:
+    def forget(self, *, set_to_none: bool) -> None:
         """Drop the shards of this optimizer's gradients. Other optimizers of the wrapper keep their gradients."""
         for flat_parameter in {id(flat_parameter): flat_parameter for flat_parameter, _, _ in self._own()}.values():
             if all(id(each) in self._mine for each in flat_parameter.parameters):
-                flat_parameter.drop_gradient()
+                flat_parameter.drop_gradient(set_to_none=set_to_none)
             elif flat_parameter.grad is not None:
                 for at in flat_parameter.slices:
                     if id(flat_parameter.parameters[at.tensor]) in self._mine:

@@ -16,45 +16,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import device_of, gather_json
-from muster.zero.flat import FlatParameters, ParameterRange
+from muster.zero.agreement import together
+from muster.zero.flat import ParameterRange
+from muster.zero.kinds import MASTER, slices_of
 from muster.zero.layout import Slice
 
 if TYPE_CHECKING:
-    from muster.zero.optimizer import Segment, ShardedOptimizer
+    from muster.zero.optimizer import ShardedOptimizer
 
-MASTER: Final = "master"
 RANGE: Final = "range"
 SHARD: Final = "shard"
 State = dict[str, Any]
 
 
-def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[ParameterRange]]]:
-    """Yield this rank's slices, each with its states."""
-    for group in optimizer.segments:
-        for segment in group:
-            for at in segment.slices:
-                yield segment.flat_parameter, at, list(_of_slice(segment, at, optimizer.inner))
-
-
-def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[ParameterRange]:
-    """Yield the states of one slice of a parameter."""
-    flat_parameter = segment.flat_parameter
-    name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
-    kept = {key: value for key, value in inner.state.get(segment.stepped, {}).items() if isinstance(value, Tensor)}
-    if flat_parameter.has_masters():
-        kept[MASTER] = segment.stepped.detach()
-    for key, value in sorted(kept.items()):
-        if value.dim() == 0:
-            yield ParameterRange(name, key, (), 0, 1, value, answers=at.start == 0)
-        else:
-            start = at.offset - segment.begin
-            yield ParameterRange(name, key, shape, at.start, at.stop, value[start : start + at.elements])
-
-
-def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, dict[str, Tensor]]]:
-    """Yield the slices of this rank, each with its states by key."""
-    for flat_parameter, at, kept in held(optimizer):
-        yield flat_parameter, at, {str(each.key): each.tensor for each in kept}
+def held(optimizer: "ShardedOptimizer") -> Iterator[ParameterRange]:
+    """Yield the tensors of this rank's state."""
+    for flat_parameter, at, split, whole in slices_of(optimizer):
+        name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
+        for key, value in whole.items():
+            if isinstance(value, Tensor):
+                yield ParameterRange(name, key, tuple(value.shape), 0, 1, value, answers=at.start == 0)
+        for key, value in split.items():
+            yield ParameterRange(name, key, shape, at.start, at.stop, value)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -79,30 +62,30 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
     ]
 
 
-def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
-    """List this rank's slices that have a state: (parameter number, slice, states, whether the states must be saved).
+def _entries(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], dict[str, Any], bool]]:
+    """List this rank's slices that have a state: (parameter number, slice, states with one entry per element, other
+    states, whether the states must be saved).
 
     A master that equals its parameter need not be saved if it is the only state, as before the first step. If no part
     of a parameter need be saved, its entry is omitted, because torch's optimizers expect complete entries.
     """
     numbers = numbers_of(optimizer)
-    found = [
-        (
-            numbers[id(flat_parameter.parameters[at.tensor])],
-            at,
-            kept,
-            kept.keys() != {MASTER}
-            or not torch.equal(kept[MASTER], flat_parameter.of(flat_parameter.shard, at).float()),
-        )
-        for flat_parameter, at, kept in slices_of(optimizer)
-        if kept
-    ]
+    found = []
+    for flat_parameter, at, split, whole in slices_of(optimizer):
+        only_master = not whole and split.keys() == {MASTER}
+        is_new = only_master and torch.equal(split[MASTER], flat_parameter.of(flat_parameter.shard, at).float())
+        if split or whole:
+            found.append((numbers[id(flat_parameter.parameters[at.tensor])], at, split, whole, not is_new))
     return sorted(found, key=lambda each: each[0])
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
     """Return this rank's shard. As in `torch.optim`, tensors are not copied."""
-    state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept, tells in _numbered(optimizer) if tells}
+    state = {
+        number: {RANGE: (at.start, at.stop), **whole, **split}
+        for number, at, split, whole, tells in _entries(optimizer)
+        if tells
+    }
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
 
@@ -111,21 +94,21 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
 
     The ranks first exchange lists of their states. Then each rank in turn sends one message per dtype.
     """
-    mine = _numbered(optimizer)
+    with together(optimizer.group):
+        mine = _entries(optimizer)
     table = [
-        [number, at.start, at.stop, {key: _dtype_and_value(value) for key, value in kept.items()}, tells]
-        for number, at, kept, tells in mine
+        [number, at.start, at.stop, _dtypes(split), {key: _as_json(value) for key, value in whole.items()}, tells]
+        for number, at, split, whole, tells in mine
     ]
     given = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
     telling = {number for lines in given for number, *_, tells in lines if tells}
     told = [[line for *line, _ in lines if line[0] in telling] for lines in given]
-    own = {number: kept for number, _, kept, _ in mine}
+    own = {number: split for number, _, split, _, _ in mine}
     parameters = parameters_of(optimizer)
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for owner, lines in enumerate(told):
-        for number, _, _, kept in lines:
-            ones = {key: torch.tensor(one[0], dtype=_dtype(name)) for key, (name, *one) in kept.items() if one}
-            state.setdefault(number, {}).update(ones)
+        for number, *_, whole in lines:
+            state.setdefault(number, {}).update({key: _from_json(value) for key, value in whole.items()})
         for (name, device), ranges in _messages(lines, parameters).items():
             elements = [stop - start for _, start, stop, _ in ranges]
             if owner == optimizer.rank:
@@ -148,11 +131,14 @@ def _messages(
 ) -> dict[tuple[str, torch.device], list[tuple[int, int, int, str]]]:
     """Group a rank's states by dtype and device, one group per message. Entries are (number, start, stop, key)."""
     sorted_: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
-    for number, start, stop, kept in lines:
-        for key, (name, *one) in kept.items():
-            if not one:
-                sorted_.setdefault((name, parameters[number].device), []).append((number, start, stop, key))
+    for number, start, stop, split, _ in lines:
+        for key, name in split.items():
+            sorted_.setdefault((name, parameters[number].device), []).append((number, start, stop, key))
     return sorted_
+
+
+def _dtypes(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {key: str(each.dtype).removeprefix("torch.") for key, each in tensors.items()}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -160,10 +146,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _dtype_and_value(value: Tensor) -> list[Any]:
-    """Return a state's dtype, and its value if it is one number per parameter."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    return [dtype, value.item()] if value.dim() == 0 else [dtype]
+def _as_json(value: Any) -> Any:
+    """Return a value, or for a tensor its dtype and its value."""
+    return {**_dtypes({"dtype": value}), "value": value.tolist()} if isinstance(value, Tensor) else value
+
+
+def _from_json(said: Any) -> Any:
+    return torch.tensor(said["value"], dtype=_dtype(said["dtype"])) if isinstance(said, dict) else said
 
 
 def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:

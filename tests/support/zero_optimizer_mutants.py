@@ -19,7 +19,7 @@ def nothing_sharded() -> AbstractContextManager[Any]:
     """Every rank keeps and steps everything."""
 
     class Whole(FlatParameters):
-        def __init__(self, named: Any, *, rank: int, ranks: int) -> None:
+        def __init__(self, named: Any, **_: Any) -> None:
             super().__init__(named, rank=0, ranks=1)
 
         def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:

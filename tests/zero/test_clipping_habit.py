@@ -114,3 +114,25 @@ def classes(world: World) -> list[Any]:
 
 def test_forwards_see_plain_parameters(on_ranks):
     assert on_ranks(2, classes) == [[["Parameter"]] * 4] * 2
+
+
+def complex_parameters(world: World) -> list[str]:
+    """Clip, step and save with complex parameters, of which only some ranks hold elements."""
+    sides = []
+    for kind in (torch.optim.AdamW, lambda *given, **options: ShardedOptimizer(given[0], torch.optim.AdamW, **options)):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3, 2, dtype=torch.complex64).t()), nn.Parameter(torch.randn(40))]
+        optimizer, norms = kind(params, lr=0.1), []
+        for step in range(2):
+            for each in params:
+                each.grad = torch.full_like(each, 1.0 + step)
+            clip = getattr(optimizer, "clip_grad_norm_", lambda most, its=params: clip_grad_norm_(its, most))
+            norms.append(clip(0.5).float())
+            optimizer.step()
+        state = optimizer.full_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+        sides.append([*norms, *params, *(each["exp_avg"] for each in state["state"].values())])
+    return [f"{number}" for number, pair in enumerate(zip(*sides, strict=True)) if not torch.allclose(*pair)]
+
+
+def test_complex_parameters_are_clipped_on_every_rank(on_ranks):
+    assert on_ranks(3, complex_parameters) == [[]] * 3

@@ -103,6 +103,14 @@ REFUSED: dict[str, tuple[Build, str]] = {
         lambda module, rank: ShardedOptimizer([{"params": [each]} for each in parameters(module)[: 2 + rank]], SGD),
         "nothing more on rank 0",
     ),
+    "sparse": (
+        lambda module, rank: ShardedOptimizer([*parameters(module), nn.Parameter(torch.eye(3).to_sparse())], SGD),
+        "parameter 'groups[0][8]' is torch.sparse_coo, expected a dense tensor",
+    ),
+    "expanded": (
+        lambda module, rank: ShardedOptimizer([nn.Parameter(torch.ones(1).expand(3))], SGD),
+        "parameter 'groups[0][0]' has elements that share memory",
+    ),
     "another setting": (
         lambda module, rank: ShardedOptimizer([{"params": parameters(module), "lr": 0.1 + rank}], SGD),
         "lr=0.1, maximize=False",

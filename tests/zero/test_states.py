@@ -58,7 +58,7 @@ def stepped_in_part(world: World) -> list[str]:
     """Step one element of each parameter: masters on other ranks equal the rounded parameter, and count too."""
     made = pair("sgd plain", dtype=torch.bfloat16)
     for each in made.module.parameters():
-        each.grad = torch.zeros_like(each)
+        each.grad = torch.zeros_like(each, memory_format=torch.contiguous_format)
         each.grad.view(-1)[:1] = 2.0**-7
     made.follow()
     made.step()

@@ -85,6 +85,12 @@ class OptimizerState(Registered):
 
     def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
         """Add the tensors of the parameters' states; return the other values by path."""
+        for key in self.optimizer.state:
+            if not isinstance(key, Tensor):
+                raise RefusedError(
+                    f"state: {self.name}: the optimizer's state has the key {key!r}, which is not a parameter and "
+                    "cannot be saved; keep such values in the parameter groups"
+                )
         values: dict[str, Any] = {}
         for path, parameter, leaf, _ in self.parameters():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):

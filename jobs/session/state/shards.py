@@ -92,16 +92,21 @@ class ShardedOptimizerState(OptimizerState):
 
     def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
         """Add the ranges of the parameters' states."""
+        for path, held in self._held():
+            leaves.add(leaf_of(path, held))
         for state in self.sharded.inner.state.values():
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     raise RefusedError(f"state: {self.name}: {key} of a ShardedOptimizer must be a tensor to be stored")
-        for path, held in self._held():
-            leaves.add(leaf_of(path, held))
         return {}
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
         """Create the inner optimizer's state as its first step would, then fill this rank's ranges."""
+        if keys := sorted({key for kept in values.values() for key in kept}):
+            raise RefusedError(
+                f"state: {self.name}: {', '.join(keys)} in the checkpoint is not a tensor, so only an optimizer that "
+                "is not sharded can restore it"
+            )
         self.sharded.share_settings()
         self.sharded.source.mend()  # without a sharded module, this copies the restored parameters to float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
@@ -128,7 +133,11 @@ class ShardedOptimizerState(OptimizerState):
 
     def _held(self) -> Iterator[tuple[str, "ParameterRange"]]:
         names = self._paths()
-        for held in self.sharded.held_state():
+        try:
+            state = self.sharded.held_state()
+        except ValueError as error:  # a state of the optimizer cannot be split
+            raise RefusedError(f"state: {self.name}: {error}") from error
+        for held in state:
             yield f"{names[held.name]}/{held.key}", held
 
     def _paths(self) -> dict[str, str]:
