@@ -113,7 +113,7 @@ class Reference:
             gradients.append(named_gradients(self.model))
             if follow is not None:
                 for name, parameter in self.names.items():
-                    parameter.grad = follow[step][name].clone()
+                    parameter.grad = None if parameter.grad is None else follow[step][name].clone()
             self.scaler.advance(self.optimizer)
         self.model.eval()
         with torch.no_grad():
@@ -157,16 +157,18 @@ class Reference:
         of summation.
         """
         loss_sums, of_shards, terms = [], [], len(shards)
+        used: set[str] = set()  # the optimizer skips a parameter that no shard uses
         for shard in shards:
             self.terms.clear()
             loss_sums.append(self._shard(step, shard))
+            used |= {name for name, parameter in self.names.items() if parameter.grad is not None}
             of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
         if self.terms:  # a pipeline may sum micro-batches and the uses of a tied weight in another order
             terms *= USES * len(shards[0].micro_batches)
             means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
-        for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
-            parameter.grad = mean
+        for (name, parameter), (mean, _) in zip(self.names.items(), means, strict=True):
+            parameter.grad = mean if name in used else None
         factor = self.scaler.factor()
         self.scaler.unscale(gradients_of(self.names.values()))
         means = [(mean, magnitude / factor) for mean, magnitude in means]
@@ -217,7 +219,8 @@ class Reference:
         for name, earlier in before.items():
             own = gradient_of(self.names[name])
             self.terms[name] = self.terms[name] + own.abs() if name in self.terms else own.abs()
-            self.names[name].grad = own if earlier is None else earlier + own
+            if earlier is not None:
+                self.names[name].grad = earlier + own
 
 
 def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
