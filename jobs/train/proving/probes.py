@@ -51,8 +51,14 @@ PROBES: Final[Mapping[str, Mapping[str, Probe]]] = {
         "micro-batches": wrappers.accumulates,
         "unused": wrappers.unused,
         "one-process": training.trains,
+        "unused-somewhere": wrappers.unused_somewhere,
     },
-    "optimizer": {"runs": optimizers.steps, "groups": optimizers.groups, "one-process": training.trains},
+    "optimizer": {
+        "runs": optimizers.steps,
+        "groups": optimizers.groups,
+        "settings": optimizers.settings,
+        "one-process": training.trains,
+    },
     "sharded": {"runs": shards.keeps, "micro-batches": shards.accumulates, "one-process": training.trains},
     "pipeline": {"runs": pipes.pipes, "one-process": training.trains},
 }
