@@ -215,12 +215,11 @@ def require_rows(module: nn.Module) -> None:
 
 def leaves_of(module: nn.Module) -> dict[int, str]:
     """Return the names of the whole parameters that the module computes with, by id: a collective."""
-    found = {}
+    found: dict[int, str] = {}
     for prefix, each in module.named_modules():
         if isinstance(each, FSDPModule):
             each.unshard()
-            for name, parameter in each.named_parameters(prefix):
-                found[id(parameter)] = name
+            found |= {id(whole): name for name, whole in module.get_submodule(prefix).named_parameters(prefix)}
             each.reshard()
     return found
 
