@@ -153,6 +153,7 @@ class Layerwise(Sharded):
         residency = Sliced(self.layers, self.gather_param_data, self.free)
         self._kept: list[tuple[Tensor, Tensor]] = []  # by layer: the input (a leaf), and the output with its graph
         self._result: Tensor | None = None  # the output of the last layer, as a leaf
+        self.without: set[str] = set()  # parameters on which the last backward's loss did not depend on this rank
         self._waits: list[Wait] = []  # statistics of the last backward's reductions
         residency.handles.append(self.module.register_state_dict_pre_hook(residency.require_all))  # type: ignore[no-untyped-call]
         self.residency = residency
@@ -204,7 +205,7 @@ class Layerwise(Sharded):
             raise RuntimeError(
                 "backward() needs a forward with gradients before it; call the Layerwise once per backward"
             )
-        result, self._result, self._waits = self._result, None, []
+        result, self._result, self._waits, self.without = self._result, None, [], set()
         (gradient,) = torch.autograd.grad(loss, result, allow_unused=True)
         if gradient is None:
             self._result = result
@@ -222,7 +223,12 @@ class Layerwise(Sharded):
             ]
             self.gather_param_data(layer)  # into the same memory, because the graph has saved views of it
             # One call per layer computes the gradients of its parameters and of its input.
-            gradients = list(torch.autograd.grad(output, wanted, gradient, materialize_grads=True))
+            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            named = [name for flat_parameter in trainable for name in flat_parameter.names]
+            self.without |= {name for name, own in zip(named, found, strict=False) if own is None}
+            gradients = [
+                torch.zeros_like(each) if own is None else own for each, own in zip(wanted, found, strict=True)
+            ]
             self.free(layer)
             if x.requires_grad:
                 gradient = gradients.pop()

@@ -44,6 +44,14 @@ class ForgetsGroups(ShardedOptimizer):
         return super().step(closure)
 
 
+class KeepsSettings(ShardedOptimizer):
+    """Steps with the settings that the groups had when they were added."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.settings.clear()
+        return super().step(closure)
+
+
 class KeepsParameters(MyFSDP):
     """Keeps the whole parameters on every rank."""
 

@@ -136,3 +136,13 @@ class UnequalSteps(MyDDP):
 
     def sampler(self, dataset: Sized) -> list[int]:
         return list(range(len(dataset)))[dist.get_rank() :: dist.get_world_size()]
+
+
+class LeavesUnused(MyDDP):
+    """Gives no gradient to a parameter that this rank has not used, although others have."""
+
+    def finish_gradient_synchronization(self) -> None:
+        without = [each for bucket in self.buckets for each in bucket if each.grad is None]
+        super().finish_gradient_synchronization()
+        for each in without:
+            each.grad = None

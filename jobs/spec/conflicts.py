@@ -120,6 +120,13 @@ SPLIT_LAYERS: Final = (
     ),
 )
 
+EVERY_PARAMETER: Final = (
+    Conflict(
+        lambda s: s.find_unused_parameters,
+        "{mode} steps every parameter in every step; set find_unused_parameters: false, or choose another mode",
+    ),
+)
+
 SHARED_OUT: Final = (
     Conflict(
         lambda s: s.exact and s.accumulate == "sharded" and s.mode_name != "fsdp",
@@ -234,9 +241,9 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: s.sync == "data_parallel", REPLICATED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
-    (lambda s: s.layerwise and s.mode_name == "zero3", LAYER_BY_LAYER),
+    (lambda s: s.layerwise and s.mode_name == "zero3", (*LAYER_BY_LAYER, *EVERY_PARAMETER)),
     (lambda s: s.is_pipeline, PIPELINED),
-    (lambda s: s.sync == "asynchronous", UNORDERED),
+    (lambda s: s.sync == "asynchronous", (*UNORDERED, *EVERY_PARAMETER)),
     (lambda s: s.mode_name == "terapipe", SLICED),
     (lambda s: s.communication_dtype is not None, ROUNDED),
 )

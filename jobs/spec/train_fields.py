@@ -298,6 +298,11 @@ class TrainFields(Strict):
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="dtype in which gradients are sent, except in ddp and fsdp; default: their own"
     )
+    find_unused_parameters: bool = Field(
+        False,
+        description="the loss need not depend on every parameter in every step. The optimizer skips a parameter in "
+        "steps in which no rank uses it",
+    )
     profile: ProfileSettings = Field(
         OFF, description="record some steps of every rank: [profiles](see.md#profiles)", examples=[True]
     )

@@ -4,13 +4,16 @@ batch ─ parallel.Accumulation, or parallel.Stages ─ mean over ranks with the
         every layer is here      a slice of them                                           of the whole model
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from muster.ddp.checks import some_of
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.recorded import AUTO, records, why_eager
 from muster.jobs.tensors.parts import TensorPart
@@ -26,6 +29,10 @@ from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
+
+UNUSED: Final = "find_unused_parameters"
+NO_GRADIENT: Final = re.compile("[^;]+ got no gradient [^;]+")
+NUMBERS: Final = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 T = TypeVar("T")
 
@@ -96,10 +103,12 @@ class Engine:
         """Train on this rank's part of a global batch.
 
         Returns a float64 scalar for each of this rank's virtual ranks: the sum of the losses of its samples.
+
+        Raises:
+            RefusedError: if the job does not allow unused parameters, but a parameter has no gradient.
         """
-        if self.graphed is None:
-            return self.run(step, shards)
-        return self.graphed.run(self, step, shards)
+        with naming_the_key(self.module):
+            return self.run(step, shards) if self.graphed is None else self.graphed.run(self, step, shards)
 
     # The step as a graph contains it: `graph.Recordable` ------------------------------------------------------------
 
@@ -224,6 +233,25 @@ class Engine:
         """Run one backward before a checkpoint is loaded, if the first backward determines the order of later sums."""
         self.runs.rehearse(shards)
         self.optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def naming_the_key(module: nn.Module) -> Iterator[None]:
+    """Replace a wrapper's error about unused parameters by one that names the key of the job file."""
+    try:
+        yield
+    except RuntimeError as error:
+        if UNUSED not in str(error):
+            raise
+        what = NO_GRADIENT.search(str(error))  # of Muster's wrappers
+        numbers = NUMBERS.search(str(error))  # of PyTorch's
+        names = [name for name, each in module.named_parameters() if each.requires_grad]
+        missing = [names[int(each)] for each in numbers[1].split()] if numbers else ["some parameters"]
+        said = what[0] if what else f"the last step has no gradient for {some_of(missing)} on this rank"
+        raise RefusedError(
+            f"{said}; if the loss does not depend on them in every step, set train.{UNUSED}: true; if it never does, "
+            "call requires_grad_(False) on them"
+        ) from error
 
 
 def build_engine(

@@ -10,8 +10,8 @@ rounding can move the results (`rounding.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class TrainingOutcome:
     losses: list[float]  # the loss of each step, over the global batch
     gradients: list[dict[str, Tensor]]  # the gradients of each step: mean over the shards, clipped
     state: dict[str, Tensor]  # parameters and buffers after the last step
-    output: Tensor  # the model's output for one test batch, in evaluation mode
+    outputs: dict[str, Tensor]  # the model's outputs for one test batch, in evaluation mode
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,24 @@ class Reference:
             gradients.append(named_gradients(self.model))
             if follow is not None:
                 for name, parameter in self.names.items():
-                    parameter.grad = follow[step][name].clone()
+                    parameter.grad = None if parameter.grad is None else follow[step][name].clone()
             self.scaler.advance(self.optimizer)
         self.model.eval()
         with torch.no_grad():
             if self.rounding is not None and follow is not None:
-                self.reach |= self.rounding.reach(lambda: {OUTPUT: self._output(test_inputs)})
-            output = self._output(test_inputs)
-        return TrainingOutcome(losses, gradients, state_of(self.model), output)
+                self.reach |= self.rounding.reach(lambda: self._outputs(test_inputs))
+            outputs = self._outputs(test_inputs)
+        return TrainingOutcome(losses, gradients, state_of(self.model), outputs)
 
-    def _output(self, inputs: Tensor) -> Tensor:
+    def _outputs(self, inputs: Tensor) -> dict[str, Tensor]:
         """Return the model's outputs.
 
         A pipeline's micro-batches run separately, because on a GPU the batch size affects rounding.
         """
-        parts = self.setting.plan.accumulation if self.setting.settings.is_pipeline else 1
-        lengths = part_lengths(len(inputs), parts)
-        return torch.cat([self.numerics.logits(self.model, each) for each in torch.split(inputs, lengths)])
+        if not self.setting.settings.is_pipeline:
+            return tensors_in(self.numerics.logits(self.model, inputs))
+        lengths = part_lengths(len(inputs), self.setting.plan.accumulation)
+        return {OUTPUT: torch.cat([self.numerics.logits(self.model, each) for each in torch.split(inputs, lengths)])}
 
     def _reach(self, step: int, work: StepInput) -> dict[str, float]:
         """Return the largest effect of rounding on each gradient of a step; record the largest effect on losses."""
@@ -157,16 +158,18 @@ class Reference:
         of summation.
         """
         loss_sums, of_shards, terms = [], [], len(shards)
+        used: set[str] = set()  # the optimizer skips a parameter that no shard uses
         for shard in shards:
             self.terms.clear()
             loss_sums.append(self._shard(step, shard))
+            used |= {name for name, parameter in self.names.items() if parameter.grad is not None}
             of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
         if self.terms:  # a pipeline may sum micro-batches and the uses of a tied weight in another order
             terms *= USES * len(shards[0].micro_batches)
             means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
-        for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
-            parameter.grad = mean
+        for (name, parameter), (mean, _) in zip(self.names.items(), means, strict=True):
+            parameter.grad = mean if name in used else None
         factor = self.scaler.factor()
         self.scaler.unscale(gradients_of(self.names.values()))
         means = [(mean, magnitude / factor) for mean, magnitude in means]
@@ -217,7 +220,8 @@ class Reference:
         for name, earlier in before.items():
             own = gradient_of(self.names[name])
             self.terms[name] = self.terms[name] + own.abs() if name in self.terms else own.abs()
-            self.names[name].grad = own if earlier is None else earlier + own
+            if earlier is not None:
+                self.names[name].grad = earlier + own
 
 
 def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -228,6 +232,20 @@ def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if len(gradients) == 1:
         return total, magnitude
     return total / len(gradients), magnitude / len(gradients)
+
+
+def tensors_in(outputs: Any, name: str = OUTPUT) -> dict[str, Tensor]:
+    """Return the tensors in a model's outputs by name: in mappings, dataclasses, tuples and lists, at any depth."""
+    if isinstance(outputs, Tensor):
+        return {name: outputs}
+    parts: dict[Any, Any] = {}
+    if isinstance(outputs, Mapping):
+        parts = dict(outputs)
+    elif is_dataclass(outputs):
+        parts = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+    elif isinstance(outputs, tuple | list):
+        parts = dict(enumerate(outputs))
+    return {found: each for key, part in parts.items() for found, each in tensors_in(part, f"{name}, {key}").items()}
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

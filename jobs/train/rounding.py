@@ -50,14 +50,14 @@ class Rounding:
             return self._reach(compute)
 
     def _reach(self, compute: Callable[[], Values]) -> dict[str, float]:
-        found = compute()
+        found = {name: each for name, each in compute().items() if each.is_floating_point()}
         own = {name: torch.finfo(each.dtype).eps * _largest(each) for name, each in found.items()}
         at_rest = {name: each.double().clone() for name, each in found.items()}
         moved = dict.fromkeys(at_rest, 0.0)
         for _ in range(SAMPLES):
             with self.moving():
-                for name, each in compute().items():
-                    moved[name] = max(moved[name], _largest(each.double() - at_rest[name]))
+                again = compute()
+                moved = {name: max(far, _largest(again[name].double() - at_rest[name])) for name, far in moved.items()}
         return {name: FACTOR * (own[name] + moved[name]) for name in at_rest}
 
     @contextmanager

@@ -30,7 +30,7 @@ from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.main import join, open_same_data, run_of, settings_of
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.numerics.optim import set_learning_rate
-from muster.jobs.train.reference import LOSS, OUTPUT, Reference, Setting, TrainingOutcome
+from muster.jobs.train.reference import LOSS, Reference, Setting, TrainingOutcome, tensors_in
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 
@@ -106,8 +106,8 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Trainin
         if trainer.world.rank == 0:
             gradients.append(whole)
     engine.model.synchronize_buffers()
-    output = engine.predict(test_inputs)
-    return TrainingOutcome(global_losses(trainer.world, batches, losses), gradients, engine.model.full_state(), output)
+    outputs = tensors_in(engine.predict(test_inputs))
+    return TrainingOutcome(global_losses(trainer.world, batches, losses), gradients, engine.model.full_state(), outputs)
 
 
 def judge(
@@ -171,7 +171,8 @@ def compare_outcomes(
     drifts = _named(alone) if alone is not None else {}
     wanted_by_name = _named(wanted)
     for name, value in _named(found).items():
-        kind = {LOSS: "loss", OUTPUT: "output"}.get(name, "parameter" if name in wanted.gradients[0] else "buffer")
+        kind = "parameter" if name in wanted.gradients[0] else "buffer"
+        kind = "loss" if name == LOSS else "output" if name in wanted.outputs else kind
         row = compare(name, kind, value, wanted_by_name[name], reach.get(name, 0.0))
         rows.append(replace(row, drift=max_difference(value, drifts[name])) if drifts else row)
     return rows
@@ -183,7 +184,7 @@ def worst(rows: Sequence[TensorComparison]) -> TensorComparison:
 
 
 def _named(outcome: TrainingOutcome) -> dict[str, Tensor]:
-    return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), OUTPUT: outcome.output}
+    return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), **outcome.outputs}
 
 
 def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bool) -> tuple[Exactness, str]:

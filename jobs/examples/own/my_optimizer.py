@@ -13,6 +13,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_cls, self.options = optimizer_cls, options
         self.inner: Optimizer | None = None
         self.owners: list[tuple[Any, int]] = []
+        self.settings: list[tuple[dict[str, Any], dict[str, Any]]] = []  # own group, the inner optimizer's
         self.sizes = [0] * dist.get_world_size()
         super().__init__(params, options)  # calls add_param_group
 
@@ -33,9 +34,12 @@ class ShardedOptimizer(Optimizer):
             self.inner = self.optimizer_cls([part], **self.options)
         else:
             self.inner.add_param_group(part)
+        self.settings.append((group, self.inner.param_groups[-1]))
 
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
+        for group, inner in self.settings:  # a schedule changes this optimizer's groups
+            inner.update({key: value for key, value in group.items() if key != "params"})
         if self.inner is not None:
             self.inner.step()
         for parameter, owner in self.owners:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muster.jobs.basics.errors import RefusedError
+
 Layers = Sequence[nn.Module]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -28,7 +30,16 @@ def in_turn(layers: Layers, x: Tensor) -> Tensor:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (..., classes) against targets (...), computed in at least float32."""
+    """Return the mean cross-entropy of logits (..., classes) against targets (...), computed in at least float32.
+
+    Raises:
+        RefusedError: if the model's outputs are something other than logits.
+    """
+    if not isinstance(logits, Tensor):
+        raise RefusedError(
+            "train.loss: the default loss needs a tensor of logits, but the outputs are of type "
+            f"{type(logits).__name__}; set train.loss to a function of these outputs and the targets"
+        )
     flat = logits.flatten(0, -2)  # (predictions, classes)
     return functional.cross_entropy(flat.to(torch.promote_types(flat.dtype, torch.float32)), targets.flatten())
 

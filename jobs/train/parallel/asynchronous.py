@@ -11,7 +11,7 @@ from muster.ddp.asynchronous.optimizer import AsynchronousOptimizer
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, recipe
-from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.parallel.replica import Replica, require_all_used
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S
 from muster.zero.elementwise import require_elementwise
 
@@ -53,6 +53,16 @@ class AsynchronousReplica(Replica):
         self.optimizer = AsynchronousOptimizer(trained, build, group, servers=settings.servers, **options)
         self.optimizer.on_wait = lambda begins: self.clock.lap("optimizer" if begins else "communication")
         return self.optimizer
+
+    def gradients(self) -> list[Tensor]:
+        """Return this worker's gradients.
+
+        Raises:
+            RefusedError: if a parameter has none.
+        """
+        named = self.module.named_parameters()
+        require_all_used("asynchronous", [name for name, each in named if each.requires_grad and each.grad is None])
+        return super().gradients()
 
     def figures(self) -> dict[str, Tensor]:
         """Return the staleness of the last gradient, its mean over the servers."""

@@ -18,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
+from muster.ddp.checks import some_of
 from muster.ddp.collective_log import LOG
 from muster.ddp.primitives import all_gather, reduce_scatter
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
@@ -46,6 +48,8 @@ class FsdpReplica(Replica):
         assert world.group is not None
         self.forms = forms
         self.adds_whole = settings.accumulate == "local"
+        self.always_asks = settings.find_unused_parameters
+        require_rows(module)
         reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
         mesh = DeviceMesh.from_group(world.group, world.device.type)
@@ -56,6 +60,8 @@ class FsdpReplica(Replica):
         root = fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False)
         assert isinstance(root, FSDPModule)
         self.root = root
+        self.leaves = leaves_of(module)
+        self.used: set[str] | None = set()
         self.rows = {name: nn.Parameter(local(each), each.requires_grad) for name, each in module.named_parameters()}
         if world.device.type == "cpu":  # on CPUs, fully_shard waits for each collective immediately
             self.not_timed = ""
@@ -80,11 +86,34 @@ class FsdpReplica(Replica):
         On CUDA, this class's hook marks the end of the backward. It runs before fully_shard's own callback, which waits
         for the last collectives.
         """
+        self._require_same_used(loss, reduces=last or not self.adds_whole)
         start = loss.clone()
         if self.world.device.type != "cpu":
             start.register_hook(self._mark_the_end)  # type: ignore[no-untyped-call]
         torch.autograd.backward(start)
         self.clock.lap("backward" if self.world.device.type == "cpu" else "communication")
+
+    def _require_same_used(self, loss: Tensor, *, reduces: bool) -> None:
+        """Check that all ranks use the same parameters, in every step or in the first: a collective.
+
+        `fully_shard` reduces the gradients that a rank has, without looking at those of the others.
+
+        Raises:
+            RefusedError: on every rank, if they do not.
+        """
+        if self.used is None:
+            return
+        self.used |= {self.leaves[id(each)] for each in leaves_below(loss) if id(each) in self.leaves}
+        if not reduces:
+            return
+        mine = torch.tensor([name in self.used for name in self.rows], dtype=torch.uint8, device=self.world.device)
+        uses = torch.stack(self.world.gather(mine)).sum(0).tolist()
+        self.used = set() if self.always_asks else None
+        if some := [name for name, ranks in zip(self.rows, uses, strict=True) if 0 < ranks < self.world.size]:
+            raise RefusedError(
+                f"train.mode: fsdp cannot train a step in which only some ranks use {some_of(some)}; choose another "
+                "mode, such as zero3 with train.find_unused_parameters: true"
+            )
 
     def _mark_the_end(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))
@@ -158,6 +187,45 @@ class Marked:
         finished()
         self.clock.wait(False)
         return work
+
+
+def require_rows(module: nn.Module) -> None:
+    """Check that `fully_shard` can cut every parameter into rows.
+
+    Raises:
+        RefusedError: if a parameter has no dimension, or its memory is not row-major.
+    """
+    for name, each in module.named_parameters():
+        if each.dim() == 0 or not each.is_contiguous():
+            what = f"is not row-major (strides {each.stride()})" if each.dim() else "has no dimension"
+            raise RefusedError(
+                f"train.mode: fsdp cannot cut {name}, of shape {tuple(each.shape)}, into rows, because it {what}; "
+                "choose another mode, such as zero3"
+            )
+
+
+def leaves_of(module: nn.Module) -> dict[int, str]:
+    """Return the names of the whole parameters that the module computes with, by id: a collective."""
+    found: dict[int, str] = {}
+    for prefix, each in module.named_modules():
+        if isinstance(each, FSDPModule):
+            each.unshard()
+            found |= {id(whole): name for name, whole in module.get_submodule(prefix).named_parameters(prefix)}
+            each.reshard()
+    return found
+
+
+def leaves_below(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of a loss's graph."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        left += [each for each, _ in node.next_functions]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, quiet, recipe
-from muster.jobs.train.parallel.replica import WrappedReplica
+from muster.jobs.train.parallel.replica import WrappedReplica, require_all_used
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
@@ -102,7 +102,12 @@ class ShardedReplica(WrappedReplica):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gather the gradients."""
-        return self.wrapper.full_gradients()
+        found = self.wrapper.full_gradients()
+        if not self.wrapper.unused:
+            return found
+        with self.wrapper.gather_full():
+            named = self.module.named_parameters()
+            return {name: found.get(name, torch.zeros_like(each)) for name, each in named if each.requires_grad}
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Gather the parameters."""
@@ -119,3 +124,4 @@ class LayerwiseReplica(ShardedReplica):
         """Add the gradients of a micro-batch to this rank's share."""
         self.wrapper.backward(loss)
         self.clock.lap("backward")
+        require_all_used("zero3 with layerwise", sorted(self.wrapper.without))

@@ -82,7 +82,12 @@ def _torch_ddp(module: nn.Module, world: World, settings: "TrainSettings") -> Di
     buffers: dict[str, Any] = {switch: False}
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
-        module, device_ids=device_ids, process_group=world.group, gradient_as_bucket_view=True, **buffers
+        module,
+        device_ids=device_ids,
+        process_group=world.group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=settings.find_unused_parameters,
+        **buffers,
     )
 
 
@@ -115,7 +120,11 @@ SYNCS: Final[dict[Sync, tuple[Wrap, Callable[..., Replica]]]] = {
 
 def options(settings: "TrainSettings") -> dict[str, Any]:
     """Return the options that a job passes to all of Muster's wrappers."""
-    return {"exact": settings.exact, "communication_dtype": communication_dtype(settings)}
+    return {
+        "exact": settings.exact,
+        "communication_dtype": communication_dtype(settings),
+        "find_unused_parameters": settings.find_unused_parameters,
+    }
 
 
 def communication_dtype(settings: "TrainSettings") -> torch.dtype | None:

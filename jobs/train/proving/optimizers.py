@@ -144,6 +144,33 @@ def groups(bench: Bench) -> None:
     bench.row("groups", not wrong, said if wrong else "three groups, one of them added after a step")
 
 
+def settings(bench: Bench) -> None:
+    """Check that steps use the settings of groups that changed after the step before, as a schedule changes them."""
+    module, reference = (bench.place(toys.layers(0)) for _ in range(2))
+    plain = torch.optim.AdamW(reference.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    with bench.own_code(0, "construction, before step"):
+        optimizer = bench.user.build(list(module.parameters()), torch.optim.AdamW, **OPTIONS)
+    if not getattr(optimizer, "param_groups", None):
+        bench.row("settings", None, "the class has no param_groups")
+        return
+    wrong: dict[str, list[int]] = {}
+    for step in range(STEPS):
+        for group in (*optimizer.param_groups, *plain.param_groups) if step else ():
+            group.update(lr=OPTIONS["lr"] * (step + 1), weight_decay=OPTIONS["weight_decay"] / step)
+        give_gradients(bench, step, module, reference)
+        plain.step()
+        with bench.own_code(step):
+            optimizer.step()
+        found = wrong_values(bench, module, reference)
+        if found and step == 0:
+            bench.row("settings", None, "a step with the first settings is already wrong")
+            return
+        wrong |= found
+        module.zero_grad(set_to_none=True)
+    said = f"a step ignores lr or weight_decay of param_groups if they changed: {few(list(wrong))}" if wrong else ""
+    bench.judge("settings", said, "lr and weight_decay changed between steps, in param_groups")
+
+
 def parts_of(module: nn.Sequential) -> list[dict[str, Any]]:
     """Return the parameters of a toy as three groups, of which the second has another learning rate."""
     children = list(module)

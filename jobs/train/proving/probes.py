@@ -6,7 +6,7 @@ A failure ends only this process. The process sends reports as JSON lines to the
     {"rows": [...]}                              the checked properties, also those checked before a failure
     {"refused": {"message", "traceback"}}        the class cannot be imported or built as its kind
     {"failed": {"step", "error", "traceback"}}   the user's code raised
-    {"stuck": {"step", "where", "doing"}}        no progress for too long
+    {"silent": bool, "stuck": {...} or null}     no progress for too long, or progress again; in the user's code, where
     {"victim": true}                             the connection to another rank was lost
 """
 
@@ -51,8 +51,14 @@ PROBES: Final[Mapping[str, Mapping[str, Probe]]] = {
         "micro-batches": wrappers.accumulates,
         "unused": wrappers.unused,
         "one-process": training.trains,
+        "unused-somewhere": wrappers.unused_somewhere,
     },
-    "optimizer": {"runs": optimizers.steps, "groups": optimizers.groups, "one-process": training.trains},
+    "optimizer": {
+        "runs": optimizers.steps,
+        "groups": optimizers.groups,
+        "settings": optimizers.settings,
+        "one-process": training.trains,
+    },
     "sharded": {"runs": shards.keeps, "micro-batches": shards.accumulates, "one-process": training.trains},
     "pipeline": {"runs": pipes.pipes, "one-process": training.trains},
 }
@@ -73,27 +79,41 @@ class ProbeRequest:
 
 
 class ProbeProgress:
-    """The progress of the user's code. A separate thread reports code that makes no progress for too long."""
+    """The progress of the probe. A separate thread reports when none was made for too long.
+
+    A machine may have more work than cores. So the time counts in which the main thread could run, not all time.
+    """
 
     def __init__(self, tell: Tell, silent_s: float, folder: Path, traffic: Traffic) -> None:
         self.step = "construction"
         self._tell, self._silent_s, self._folder, self._traffic = tell, silent_s, folder, traffic
-        self._busy, self._since = False, time.monotonic()
-        self._main = threading.get_ident()
+        self._main, self._stat = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._busy, self._since = False, self._clock()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def mark(self, step: str) -> None:
-        """Record that the user's code begins a step; "" records that it has ended, so that no time limit applies."""
-        self._busy, self._since = bool(step), time.monotonic()
+        """Record that the user's code begins a step; "" records that it has ended."""
+        self._busy, self._since = bool(step), self._clock()
         self.step = step or self.step
 
+    def _clock(self) -> float:
+        """Return the time without that in which the main thread waited for a core, in seconds."""
+        try:
+            waited_ns = int(self._stat.read_text().split()[1])
+        except OSError:  # a kernel without these statistics
+            waited_ns = 0
+        return time.monotonic() - waited_ns / 1e9
+
     def _watch(self) -> None:
+        was_silent = False
         while True:
             time.sleep(min(LEAST_POLL_S, self._silent_s / 10))
-            if self._busy and time.monotonic() - self._since > self._silent_s:
+            silent = self._clock() - self._since > self._silent_s
+            if silent != was_silent:
                 where = place(sys._current_frames().get(self._main), self._folder)
-                self._tell({"stuck": {"step": self.step, "where": where, "doing": self._traffic.doing}})
-                return
+                what = {"step": self.step, "where": where, "doing": self._traffic.doing, "limit_s": self._silent_s}
+                self._tell({"silent": silent, "stuck": what if silent and self._busy else None})
+                was_silent = silent
 
 
 def place(frame: FrameType | None, folder: Path) -> str:

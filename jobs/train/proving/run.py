@@ -1,7 +1,8 @@
 """A rank of `muster verify --with`: fork a process for every probe, watch it, collect the results of all ranks.
 
     rank            forks  probe  probe  probe   each with a process group of its own; the rank joins none
-    PROBE/trouble   store: a rank's probe has failed or is stuck, so the others are ended
+    PROBE/trouble   store: a rank's probe has failed, or is stuck and no other makes progress, so the others are ended
+    PROBE/silent/RANK   store: that rank's probe makes no progress, or has ended
     PROBE/RANK      store: the reports of that rank's probe; once all are there, the next probe begins
 
 If a class raises, hangs or dies, only the current probe fails.
@@ -44,7 +45,7 @@ POLL_S: Final = 0.1
 VICTIM_S: Final = 1.0  # time for a rank to report its own failure after another rank's
 ENDING_S: Final = 3600.0  # time for rank 0 to train the reference after the other ranks have ended
 
-TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
+TROUBLE: Final = frozenset({"failed", "refused"})
 
 Report = dict[str, Any]
 
@@ -147,12 +148,21 @@ class Prover:
         report: Report = {}
         trouble_since: list[float] = []
 
+        everybody = [f"silent/{rank}" for rank in range(self.env.world_size)]
+
         def hear(message: Report) -> None:
             report.update(message)
             if message.keys() & TROUBLE:
                 place.set("trouble", "1")
+            if message.get("silent") is False:
+                place.delete_key(everybody[self.env.rank])
+            elif message.get("silent"):
+                place.set(everybody[self.env.rank], "1")
 
         def is_over() -> bool:
+            # The rank that a stuck one waits for may only be slow, so all must be silent.
+            if report.get("stuck") and place.check(everybody):
+                place.set("trouble", "1")
             if not trouble_since and place.check(["trouble"]):
                 trouble_since.append(time.monotonic())
             return bool(trouble_since) and time.monotonic() - trouble_since[0] > VICTIM_S
@@ -164,6 +174,7 @@ class Prover:
             if is_over():
                 linux.kill_quietly(child.pid, signal.SIGKILL)
                 killed = True
+        place.set(everybody[self.env.rank], "1")
         ended = child.buried(silent=False)
         if ended.how == "died" and not killed and not report.keys() & TROUBLE:
             place.set("trouble", "1")
@@ -175,7 +186,7 @@ def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:
     """Return the rows of one probe: the checked properties, and a row for the probe's own failure, if any."""
     rows = merged([each.get("rows", []) for each in reports])
     failed = [(rank, each["failed"]) for rank, each in enumerate(reports) if "failed" in each]
-    stuck = [(rank, each["stuck"]) for rank, each in enumerate(reports) if "stuck" in each]
+    stuck = [(rank, each["stuck"]) for rank, each in enumerate(reports) if each.get("stuck")]
     if failed:
         rank, what = failed[0]
         rows.append({"name": probe, "state": "fails", "evidence": f"rank {rank}, {what['step']}: {what['error']}"})
@@ -187,6 +198,7 @@ def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:
         )
         others = sorted({*range(len(reports))} - {rank for rank, _ in stuck})
         said += f"; not stuck: {', '.join(f'rank {rank}' for rank in others)}" if others else ""
+        said += f"; no rank made progress in {stuck[0][1]['limit_s']:g} s (hang_s), without waits for a core"
         rows.append({"name": "no-hang", "state": "fails", "evidence": said})
     elif any(each.get("victim") for each in reports):
         rows.append({"name": probe, "state": "fails", "evidence": "a rank lost its connection to another rank"})

@@ -184,11 +184,23 @@ def accumulates(bench: Bench) -> None:
 
 def unused(bench: Bench) -> None:
     """Check a step in which no rank uses a certain layer, and the steps before and after."""
+    judge_unused(bench, "unused", (bench.world.size, 0, bench.world.size), "that no rank uses")
+
+
+def unused_somewhere(bench: Bench) -> None:
+    """Check a step in which only rank 0 uses a certain layer, after the steps of `unused`."""
+    judge_unused(bench, "unused-somewhere", (bench.world.size, 0, 1, bench.world.size), "that only rank 0 uses")
+
+
+def judge_unused(bench: Bench, name: str, users: tuple[int, ...], what: str) -> None:
+    """Check steps in each of which the first `users` ranks use a certain layer."""
     module, reference = bench.place(toys.Toy(0)), bench.place(toys.Toy(0))
     wrapped, wrong = build(bench, module), ""
-    for step, uses in enumerate((True, False, True)):
-        module.uses_spare = reference.uses_spare = uses
-        own = gradients_alone(reference, bench.batches(step))
+    for step, using in enumerate(users):
+        module.uses_spare, own = bench.world.rank < using, []
+        for rank, batch in enumerate(bench.batches(step)):
+            reference.uses_spare = rank < using
+            own += gradients_alone(reference, [batch])
         try:
             with bench.own_code(step):
                 one_pass(wrapped, [bench.batch(step)])
@@ -197,22 +209,21 @@ def unused(bench: Bench) -> None:
             if step == 0:
                 raise
             said = " ".join(str(error).split())[:120]
-            bench.row("unused", None, f"the class refuses parameters that are unused in a step: {said}")
+            bench.row(name, None, f"the class refuses parameters that are unused in a step: {said}")
             return
         faults = faults_of(bench, module, own)
-        if not uses:
-            faults = {name: what for name, what in faults.items() if not (name in SPARE and what == "missing")}
+        if not using:
+            faults = {each: fault for each, fault in faults.items() if not (each in SPARE and fault == "missing")}
         if faults and step == 0:
-            bench.row("unused", None, "a step that uses every parameter is already wrong")
+            bench.row(name, None, "a step that uses every parameter is already wrong")
             return
         if faults and not wrong:
-            name, what = next(iter(faults.items()))
+            first, fault = next(iter(faults.items()))
             wrong = (
-                f"step {step}, with a layer that is {'used again' if uses else 'not used'}: {name}: {error_text(what)}"
+                f"step {step}, with a layer that {using} of {bench.world.size} ranks use: {first}: {error_text(fault)}"
             )
         module.zero_grad(set_to_none=True)
-    good = "a layer that no rank uses in a step disturbs neither that step nor the next"
-    bench.row("unused", not wrong, wrong or good)
+    bench.row(name, not wrong, wrong or f"a layer {what} in a step disturbs neither that step nor the next")
 
 
 def error_text(fault: str) -> str:
