@@ -1,0 +1,71 @@
+"""Weigh micro-batches by the targets that count, when padding leaves some with fewer than others.
+
+    micro-batch   sum of its losses / number of its targets, padding included       known before any other micro-batch
+    batch         gradients * number of all targets / number of those that count    after the sums over micro-batches
+                                                                                    and ranks
+
+The result is the gradient of the mean over all targets that count, not of a mean of means. If every target counts, the
+last factor is exactly 1, so the gradients keep their bits.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED: Final = -100  # the target that does not count, as in torch's cross_entropy
+PAIR: Final = 2  # values: the sum of losses and the number of targets
+HALF_BYTES: Final = 2  # of an element of 16 bits
+
+
+class CountedLoss(NamedTuple):
+    """The loss of a micro-batch: the sum of its losses over the number of all its targets; and how many count."""
+
+    mean: Tensor
+    valid: Tensor
+
+    def packed(self) -> Tensor:
+        """Return both numbers as one tensor, (2,), through which a backward can run. It is at least float32."""
+        wide = torch.promote_types(self.mean.dtype, torch.float32)
+        return torch.stack([self.mean.to(wide), self.valid.to(wide)])
+
+
+def from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
+    """Return what a loss function means by (sum, count); None if this is not such a pair of scalars."""
+    if not isinstance(pair, tuple | list) or len(pair) != PAIR:
+        return None
+    total, count = pair
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
+        return None
+    if not isinstance(count, Tensor):
+        if not isinstance(count, int | float):
+            return None
+        count = torch.full((), count, dtype=torch.float64, device=total.device)  # not copied from the host
+    if count.numel() != 1:
+        return None
+    return CountedLoss(total.reshape(()) / targets.numel(), count.detach().reshape(()).to(total.device))
+
+
+def of_valid(mean: Tensor, targets: Tensor) -> CountedLoss:
+    """Weigh the mean loss over the targets that are not `IGNORED`. It may be NaN if all are."""
+    count = (targets != IGNORED).sum()
+    share = count.to(mean.dtype) / targets.numel()
+    return CountedLoss(torch.where(count > 0, mean, torch.zeros_like(mean)) * share, count)
+
+
+def factor_of(count: Tensor, targets: Tensor) -> Tensor:
+    """Return all targets over those that count, float64 scalars. Without any target that counts, sums are zero."""
+    return targets / torch.where(count == 0, 1.0, count)
+
+
+@torch.no_grad()
+def multiply(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a scalar; on a GPU, without waiting for it."""
+    if factor.device.type == "cpu" and factor == 1.0:
+        return
+    for each in tensors:
+        if each.dtype.itemsize <= HALF_BYTES:  # a factor rounded to 16 bits would move all gradients alike
+            each.copy_(each.float().mul_(factor.float()))
+        else:
+            each.mul_(factor.to(each.dtype))
