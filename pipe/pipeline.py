@@ -65,8 +65,9 @@ class Pipeline:
 
     If some targets do not count, such as padding, let `loss` return (sum, count): the sum of the losses, and the number
     of targets that count (a scalar tensor or a number). Loss and gradients are then those of the mean over the whole
-    batch's targets that count, and zero if there are none. A mean counts in proportion to its samples instead, so
-    micro-batches with unequal padding would give the mean of means. Gradients are divided at the end of `step`.
+    batch's targets that count, and zero if there are none. Gradients are divided at the end of `step`. torch's own
+    `cross_entropy`, `nll_loss`, and their modules without class weights, are counted without this. Any other mean
+    counts in proportion to its samples, so micro-batches with unequal padding give the mean of means.
 
     `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps only the inputs of
     layers, and its backward recomputes one layer at a time. A second forward reads the buffer values of the first
@@ -298,7 +299,7 @@ class Pipeline:
         assert self.loss_sum is not None
         factor = factor_of(*self.counted)
         self.loss_sum = self.loss_sum * factor
-        if factor.device.type == "cpu" and factor == 1.0:
+        if (before or factor.device.type == "cpu") and factor == 1.0:  # the sum with earlier gradients keeps its bits
             return
         gradients = {each: each.grad for each in self.module.parameters() if each.grad is not None}
         for each, earlier in before.items():

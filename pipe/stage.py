@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
 from muster.pipe.rng_streams import Hooks
-from muster.pipe.weighing import CountedLoss, from_pair
+from muster.pipe.weighing import CountedLoss, counted_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float] | CountedLoss]
 
@@ -127,7 +127,7 @@ class Stage:
 
     def _loss(self, value: Any, targets: Tensor) -> Tensor:
         """Return the mean loss of a micro-batch, a scalar; or mean and count, (2,), if the loss is a pair."""
-        counted = value if isinstance(value, CountedLoss) else from_pair(value, targets)
+        counted = counted_loss(self.loss, value, targets)
         if counted is None and not (isinstance(value, Tensor) and value.numel() == 1):
             found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ValueError(

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 IGNORED: Final = -100  # the target that does not count, as in torch's cross_entropy
 PAIR: Final = 2  # values: the sum of losses and the number of targets
@@ -31,8 +32,29 @@ class CountedLoss(NamedTuple):
         return torch.stack([self.mean.to(wide), self.valid.to(wide)])
 
 
-def from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
-    """Return what a loss function means by (sum, count); None if this is not such a pair of scalars."""
+def counted_loss(loss: Any, value: Any, targets: Tensor) -> CountedLoss | None:
+    """Return what a loss function's value means for these targets; None if it is a mean over an unknown number of them.
+
+    A function tells the number by returning (sum, count). torch's own mean cross-entropies need not.
+    """
+    if isinstance(value, CountedLoss):
+        return value
+    ignored = _ignored_by(loss)
+    if ignored is None or targets.is_floating_point() or not isinstance(value, Tensor):
+        return _from_pair(value, targets)
+    return of_valid(value, targets, ignored)
+
+
+def _ignored_by(loss: Any) -> int | None:
+    """Return the target that one of torch's mean cross-entropies does not count; None for another loss."""
+    if loss in (functional.cross_entropy, functional.nll_loss):
+        return IGNORED
+    is_plain = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean" and loss.weight is None
+    return loss.ignore_index if is_plain else None
+
+
+def _from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
+    """Return the loss of a pair (sum, count); None if this is not such a pair of scalars."""
     if not isinstance(pair, tuple | list) or len(pair) != PAIR:
         return None
     total, count = pair
@@ -47,9 +69,9 @@ def from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
     return CountedLoss(total.reshape(()) / targets.numel(), count.detach().reshape(()).to(total.device))
 
 
-def of_valid(mean: Tensor, targets: Tensor) -> CountedLoss:
-    """Weigh the mean loss over the targets that are not `IGNORED`. It may be NaN if all are."""
-    count = (targets != IGNORED).sum()
+def of_valid(mean: Tensor, targets: Tensor, ignored: int = IGNORED) -> CountedLoss:
+    """Weigh the mean loss over the targets that are not ignored. It may be NaN if all are."""
+    count = (targets != ignored).sum()
     share = count.to(mean.dtype) / targets.numel()
     return CountedLoss(torch.where(count > 0, mean, torch.zeros_like(mean)) * share, count)
 

@@ -25,7 +25,7 @@ from muster.jobs.train.models.stack import LayerStack, Loss, head_loss, mean_los
 from muster.jobs.train.rng.draws import drawing
 from muster.jobs.train.rng.keyed import INITIALISE, key
 from muster.jobs.user import code
-from muster.pipe.weighing import from_pair
+from muster.pipe.weighing import counted_loss
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -66,7 +66,7 @@ def give_loss(model: nn.Module, loss: Loss) -> None:
 
 
 def loss_of(settings: "TrainSettings") -> Loss:
-    """Return the job's loss, a function of outputs and targets. If a user's returns (sum, count), both come packed.
+    """Return the job's loss, a function of outputs and targets. It may return a packed `CountedLoss`.
 
     Raises:
         RefusedError: if the user's function cannot be imported, or is not callable.
@@ -126,8 +126,8 @@ def _forward(forward: Callable[[Tensor], Any], loss: Loss, inputs: Tensor, targe
 
 def _checked(loss: Callable[..., Any], text: str, outputs: Any, targets: Tensor) -> Tensor:
     value = loss(outputs, targets)
-    if (pair := from_pair(value, targets)) is not None:
-        return pair.packed()
+    if (counted := counted_loss(loss, value, targets)) is not None:
+        return counted.packed()
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise RefusedError(

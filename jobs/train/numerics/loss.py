@@ -144,14 +144,16 @@ def counted(targets: Tensor) -> Tensor:
 
 
 def row_gradients(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of losses. Replace logits (rows, classes) by its gradient: softmax, minus 1 at the target."""
+    """Return the sum of losses. Replace logits (rows, classes) by its gradient: softmax, minus 1 at the target.
+
+    Rows with an ignored target have neither.
+    """
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     ignored = (targets == IGNORED)[:, None]
     wanted = targets[:, None].where(~ignored, 0)
     loss_sum = -log_p.gather(-1, wanted).masked_fill(ignored, 0.0).sum()
     logits.copy_(log_p.exp_().scatter_add_(-1, wanted, log_p.new_full((), -1.0).expand_as(wanted)))
-    if logits.is_cuda or ignored.any():
-        logits.masked_fill_(ignored, 0.0)
+    logits.masked_fill_(ignored, 0.0)
     return loss_sum
 
 
