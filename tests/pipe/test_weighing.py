@@ -11,6 +11,8 @@ from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.tables import schedule
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, CLASSES = 6, 5
 VALID = (0, 0, 4, 1, 3, 0)  # of four targets of each sample: the first micro-batch of three has padding only
 

@@ -32,12 +32,11 @@ class Weights:
         self.device = device
         self.group = group
         self.ignores = ignores
-        self._counts: list[Tensor] = []
-        self._targets: list[float] = []
+        self._numbers: list[Tensor] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._counts, self._targets = [], []
+        self._numbers = []
 
     def of_loss(self, loss: Tensor, targets: Tensor) -> CountedLoss:
         """Weigh a micro-batch's loss: a mean, or a packed `CountedLoss`."""
@@ -51,21 +50,22 @@ class Weights:
         """Return the loss from which a micro-batch's backward starts, and count its targets."""
         weighed = self.of_loss(loss, micro.targets)
         if micro.samples:
-            self.add(weighed.valid.to(self.device), micro.targets.numel())
+            valid = weighed.valid.to(self.device, torch.float64)
+            self.add(torch.stack([valid, torch.full_like(valid, micro.targets.numel())]))
         return weighed.mean
 
-    def add(self, count: Tensor, targets: float) -> None:
-        """Add `count` of this many targets."""
-        self._counts.append(count.double())
-        self._targets.append(targets)
+    def add(self, numbers: Tensor) -> None:
+        """Add the number of targets that count, and of all targets: (2,) float64."""
+        self._numbers.append(numbers)
 
     def divide(self, gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
         """Divide the step's gradients, in place, by the targets that count; return the losses divided: a collective."""
-        count = torch.stack(self._counts).sum() if self._counts else torch.zeros((), device=self.device)
-        both = torch.stack([count.double(), torch.full_like(count, sum(self._targets), dtype=torch.float64)])
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for each in self._numbers:
+            numbers += each
         if self.group is not None and dist.get_world_size(self.group) > 1:
-            dist.all_reduce(both, group=self.group)
-        factor = factor_of(*both)
+            dist.all_reduce(numbers, group=self.group)
+        factor = factor_of(*numbers)
         multiply(gradients, factor)
         return [loss * factor for loss in losses]
 

@@ -132,7 +132,7 @@ class Stages:
         assert self.pipeline.loss_sum is not None
         assert self.pipeline.counted is not None
         if self.weights is not None and batch.samples:
-            self.weights.add(*self.pipeline.counted)
+            self.weights.add(self.pipeline.counted)
         return [self.pipeline.loss_sum / scale if batch.samples else torch.zeros_like(scale)]
 
     @contextmanager

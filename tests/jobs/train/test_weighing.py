@@ -24,6 +24,8 @@ from muster.jobs.train.models.made import loss_of
 from muster.jobs.train.verify import verify
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 MADE = Path(__file__).parents[2] / "support" / "made"
 PADDED = {"make": "padded.py:padded"}
 FULL = {"make": "padded.py:padded", "args": {"full": True}}
