@@ -31,7 +31,7 @@ from muster.jobs.train.numerics.optim import (
     named_gradients,
     set_learning_rate,
 )
-from muster.jobs.train.numerics.weighing import weights_of
+from muster.jobs.train.numerics.weighing import own_mean, weights_of
 from muster.jobs.train.parallel.syncs import communication_dtype
 from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
@@ -210,8 +210,7 @@ class Reference:
             elif self.setting.settings.model.draws:
                 seed_generators(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.result(self.model, micro.inputs, micro.targets)
-            if self.weights is not None:
-                loss = self.weights.weighed(loss, micro)
+            loss = own_mean(loss, micro.targets) if self.weights is None else self.weights.weighed(loss, micro)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}
             for name in before:
                 self.names[name].grad = None

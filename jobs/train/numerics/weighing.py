@@ -79,6 +79,6 @@ def weights_of(
     return Weights(device, group, ignores=settings.loss is None)
 
 
-def mean_of(loss: Tensor, targets: Tensor) -> Tensor:
+def own_mean(loss: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of a micro-batch alone, given a mean or a packed `CountedLoss`."""
     return loss[0] * factor_of(loss[1].detach(), torch.full_like(loss[1], targets.numel())) if loss.dim() else loss
