@@ -134,9 +134,8 @@ class Stage:
                 f"the loss is {found}; expected a tensor with one element, the mean over a micro-batch, or a pair "
                 "(sum, count) of scalars"
             )
-        if self.counts is None:
-            self.counts = counted is not None
-        elif self.counts != (counted is not None):
+        before, self.counts = self.counts, counted is not None
+        if before not in (None, self.counts):
             raise ValueError(
                 "the loss returned a mean in one micro-batch and a pair (sum, count) in another; always return the same"
             )

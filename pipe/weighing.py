@@ -55,16 +55,12 @@ def _ignored_by(loss: Any) -> int | None:
 
 def _from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
     """Return the loss of a pair (sum, count); None if this is not such a pair of scalars."""
-    if not isinstance(pair, tuple | list) or len(pair) != PAIR:
+    if not isinstance(pair, tuple | list) or len(pair) != PAIR or not isinstance(pair[0], Tensor):
         return None
     total, count = pair
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-        return None
-    if not isinstance(count, Tensor):
-        if not isinstance(count, int | float):
-            return None
+    if isinstance(count, int | float):
         count = torch.full((), count, dtype=torch.float64, device=total.device)  # not copied from the host
-    if count.numel() != 1:
+    if not isinstance(count, Tensor) or not total.numel() == count.numel() == 1 or not total.is_floating_point():
         return None
     return CountedLoss(total.reshape(()) / targets.numel(), count.detach().reshape(()).to(total.device))
 

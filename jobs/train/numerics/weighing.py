@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Weights:
     """The numbers of targets in a rank's step, and of those that count.
 
-    `group` consists of the ranks with other samples. `ignores` is True if the loss is the job's cross-entropy, which
-    does not count the target -100. A user's loss that returns a mean counts all targets.
+    `group` has the ranks with other samples. `ignores`: the loss is the job's cross-entropy, without targets of -100.
+    A user's loss that returns a mean counts all targets.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, *, ignores: bool) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 MADE = Path(__file__).parents[2] / "support" / "made"
 PADDED = {"make": "padded.py:padded"}
-FULL = {"make": "padded.py:padded", "args": {"full": True}}
+FULL = {"make": "padded.py:padded", "args": {"lengths": [8] * 36}}
 COUNTED = {"loss": "padded.py:counted"}
 GPT = {"d_model": 16, "d_ff": 32, "layers": 4, "heads": 2, "context": 8, "vocabulary": 16}
 JOB = {
@@ -204,7 +204,14 @@ def test_verify_agrees_on_padded_batches(on_ranks):
 def test_a_batch_of_padding_changes_nothing_and_its_loss_is_zero(monkeypatch):
     monkeypatch.chdir(MADE)
     for loss in ({}, COUNTED):
-        job = settings({"mode": "single", "data": {"make": "padded.py:of_padding"}, "grad_accumulation": 2, **loss})
+        job = settings(
+            {
+                "mode": "single",
+                "data": {"make": "padded.py:padded", "args": {"lengths": [0] * 12}},
+                "grad_accumulation": 2,
+                **loss,
+            }
+        )
         trainer = build_trainer(job, open_data(job), World(0, 1, None, torch.device("cpu")))
         before = {name: each.clone() for name, each in trainer.engine.model.full_state().items()}
         assert train(trainer, 1) == [0.0]
@@ -224,10 +231,3 @@ def test_an_evaluation_is_the_mean_over_the_targets_that_count(monkeypatch, keys
     assert found.loss == pytest.approx(
         functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()).item()
     )
-
-
-def test_the_chunked_loss_of_16_bits_ignores_padding_as_the_reference_does(monkeypatch):
-    monkeypatch.chdir(MADE)
-    job = settings({"mode": "single", "precision": "bf16", "grad_accumulation": 6})
-    trainer = build_trainer(job, open_data(job), World(0, 1, None, torch.device("cpu")))
-    assert train(trainer) == pytest.approx(by_plain_torch({})[0], rel=0.02)

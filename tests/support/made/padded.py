@@ -8,13 +8,12 @@ from torch.nn import functional
 
 from muster.jobs.train.rng.keyed import permutation
 
-TOKENS, WORDS, BATCH = 8, 16, 12
+TOKENS, WORDS = 8, 16
 LENGTHS = (  # of the samples of each step, in the order in which ranks and micro-batches get them
     (0, 0, 0, 0, 0, 0, 8, 3, 1, 5, 8, 2),  # the first of two ranks, and two of four, have padding only
     (8, 1, 0, 0, 0, 2, 6, 0, 0, 0, 0, 1),  # with three micro-batches on each rank, some have padding only
     (8, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0),
 )
-FULL = (TOKENS,) * BATCH
 
 
 class Padded(torch.utils.data.Dataset[Any]):
@@ -35,13 +34,8 @@ class Padded(torch.utils.data.Dataset[Any]):
         return tokens[:-1], targets
 
 
-def padded(full: bool = False, batches: int = len(LENGTHS)) -> tuple[Padded, Padded]:
-    lengths = [length for batch in LENGTHS[:batches] for length in (FULL if full else batch)]
-    return Padded(lengths), Padded([8, 0, 3, 1])
-
-
-def of_padding(samples: int = 12) -> tuple[Padded, None]:
-    return Padded([0] * samples), None
+def padded(lengths: list[int] | None = None) -> tuple[Padded, Padded]:
+    return Padded(lengths or [length for batch in LENGTHS for length in batch]), Padded([8, 0, 3, 1])
 
 
 def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
