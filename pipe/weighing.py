@@ -28,8 +28,8 @@ class CountedLoss(NamedTuple):
 
     def packed(self) -> Tensor:
         """Return both numbers as one tensor, (2,), through which a backward can run. It is at least float32."""
-        wide = torch.promote_types(self.mean.dtype, torch.float32)
-        return torch.stack([self.mean.to(wide), self.valid.to(wide)])
+        mean = _wide(self.mean)
+        return torch.stack([mean, self.valid.to(mean.dtype)])
 
 
 def counted_loss(loss: Any, value: Any, targets: Tensor) -> CountedLoss | None:
@@ -62,14 +62,19 @@ def _from_pair(pair: Any, targets: Tensor) -> CountedLoss | None:
         count = torch.full((), count, dtype=torch.float64, device=total.device)  # not copied from the host
     if not isinstance(count, Tensor) or not total.numel() == count.numel() == 1 or not total.is_floating_point():
         return None
-    return CountedLoss(total.reshape(()) / targets.numel(), count.detach().reshape(()).to(total.device))
+    return CountedLoss(_wide(total.reshape(())) / targets.numel(), count.detach().reshape(()).to(total.device))
 
 
 def of_valid(mean: Tensor, targets: Tensor, ignored: int = IGNORED) -> CountedLoss:
     """Weigh the mean loss over the targets that are not ignored. It may be NaN if all are."""
     count = (targets != ignored).sum()
+    mean = _wide(mean)
     share = count.to(mean.dtype) / targets.numel()
     return CountedLoss(torch.where(count > 0, mean, torch.zeros_like(mean)) * share, count)
+
+
+def _wide(loss: Tensor) -> Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def factor_of(count: Tensor, targets: Tensor) -> Tensor:
