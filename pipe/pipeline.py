@@ -15,7 +15,7 @@ The gradient of a weight shared by several stages is the same sum in another ord
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Loss, Make, Stage
 from muster.pipe.ties import TiedWeight, Ties, find_ties
 from muster.pipe.token_slices import SlicedPasses, check_slices
+from muster.pipe.weighing import factor_of, multiply
 from muster.pipe.wires.channels import Channels
 from muster.pipe.wires.connections import connect
 from muster.zero.agreement import require_same
@@ -61,6 +62,12 @@ class Pipeline:
     contains this rank's layers. A weight on several ranks gets the first rank's values; no other weight is
     synchronized. `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the
     first layer of each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
+
+    If some targets do not count, such as padding, let `loss` return (sum, count): the sum of the losses, and the number
+    of targets that count (a scalar tensor or a number). Loss and gradients are then those of the mean over the whole
+    batch's targets that count, and zero if there are none. Gradients are divided at the end of `step`. torch's own
+    `cross_entropy`, `nll_loss`, and their modules without class weights, are counted without this. Any other mean
+    counts in proportion to its samples, so micro-batches with unequal padding give the mean of means.
 
     `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps only the inputs of
     layers, and its backward recomputes one layer at a time. A second forward reads the buffer values of the first
@@ -92,7 +99,10 @@ class Pipeline:
         ScheduleError: If the schedule cannot be run.
     """
 
-    loss_sum: Tensor | None = None  # summed over the samples of the last step
+    loss_sum: Tensor | None = None  # summed over the samples of the last step; see `divides`
+    divides = True  # False: with (sum, count), the caller multiplies loss and gradients by `targets / counted`
+    counted: Tensor | None = None  # (2,): the last batch's targets that count, and all its targets; 0: not known
+    _counts: bool | None = None  # True: the loss returns (sum, count); None before the first step
     _running: RowExecution | None = None  # the step or evaluation in progress
 
     def __init__(
@@ -250,6 +260,9 @@ class Pipeline:
         run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
+        before = {}  # gradients of earlier steps, which the count of this one does not divide
+        if self.divides and self._counts is not False:
+            before = {each: each.grad.clone() for each in self.module.parameters() if each.grad is not None}
         self._ties.begin(len(parts.weights))
         with torch.enable_grad():
             self._do(run, self._row(len(parts.weights)), parts)
@@ -257,15 +270,43 @@ class Pipeline:
             self.queue.finish()
         if self.graphs is not None:
             self.graphs.end()
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        numbers = self._sums(run, parts)
+        if self._connections is not None:
+            numbers = self._connections.broadcast_numbers(numbers, self.schedule.rank_of[-1])
+        self.loss_sum, self.counted = numbers[0], numbers[1:]
+        self._ties.sum_gradients()
+        if self._counts is None:
+            self._counts = bool(self.counted[1])
+        if self._counts and self.divides:
+            self._divide(before)
+        return self.loss_sum / len(inputs)
+
+    def _sums(self, run: RowExecution, parts: BatchParts) -> Tensor:
+        """Return the sums of losses, of targets that count and of all targets, on the rank with the last stage."""
+        numbers = torch.zeros(3, dtype=torch.float64, device=self._device)
         if run.results:
             for index, samples in enumerate(parts.samples):
-                total += run.results[index].double() * samples
-        self.loss_sum = (
-            self._connections.broadcast_scalar(total, self.schedule.rank_of[-1]) if self._connections else total
-        )
-        self._ties.sum_gradients()
-        return self.loss_sum / len(inputs)
+                result = run.results[index].double()
+                numbers[0] += (result[0] if result.dim() else result) * samples
+                if result.dim():
+                    numbers[1] += result[1]
+                    numbers[2] += parts.targets[index].numel()
+        return numbers
+
+    def _divide(self, before: Mapping[nn.Parameter, Tensor]) -> None:
+        """Divide the loss and the gradients of this step by the number of targets that count."""
+        assert self.counted is not None
+        assert self.loss_sum is not None
+        factor = factor_of(*self.counted)
+        self.loss_sum = self.loss_sum * factor
+        if (before or factor.device.type == "cpu") and factor == 1.0:  # the sum with earlier gradients keeps its bits
+            return
+        gradients = {each: each.grad for each in self.module.parameters() if each.grad is not None}
+        for each, earlier in before.items():
+            gradients[each] -= earlier
+        multiply(gradients.values(), factor)
+        for each, earlier in before.items():
+            gradients[each] += earlier
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
         count = self.schedule.microbatches // self.schedule.slices

@@ -6,14 +6,15 @@ forwards.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
 from muster.pipe.rng_streams import Hooks
+from muster.pipe.weighing import CountedLoss, counted_loss
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float] | CountedLoss]
 
 
 class Stage:
@@ -28,6 +29,7 @@ class Stage:
         self.layers = [layer for _, layer in layers]
         self.hooks = hooks
         self.loss: Loss | None = None
+        self.counts: bool | None = None  # True: the loss returns pairs (sum, count); None: not known yet
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
         # Layers that overwrite their input get a copy. The first forward detects those without an `inplace` attribute.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
@@ -120,14 +122,24 @@ class Stage:
                 "cut; combine the layers that exchange several values into one, or cut elsewhere"
             )
         if self.loss is not None and targets is not None:
-            x = self.loss(x, targets)
-            if not isinstance(x, Tensor) or x.numel() != 1:
-                found = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise ValueError(
-                    f"the loss is {found}; expected a tensor with one element: the mean over a micro-batch"
-                )
-            x = x.reshape(())
+            x = self._loss(self.loss(x, targets), targets)
         return x
+
+    def _loss(self, value: Any, targets: Tensor) -> Tensor:
+        """Return the mean loss of a micro-batch, a scalar; or mean and count, (2,), if the loss is a pair."""
+        counted = counted_loss(self.loss, value, targets)
+        if counted is None and not (isinstance(value, Tensor) and value.numel() == 1):
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"the loss is {found}; expected a tensor with one element, the mean over a micro-batch, or a pair "
+                "(sum, count) of scalars"
+            )
+        before, self.counts = self.counts, counted is not None
+        if before not in (None, self.counts):
+            raise ValueError(
+                "the loss returned a mean in one micro-batch and a pair (sum, count) in another; always return the same"
+            )
+        return value.reshape(()) if counted is None else counted.packed()
 
 
 def _one_memory(x: object, other: Tensor) -> bool:

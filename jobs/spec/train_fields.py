@@ -201,7 +201,10 @@ class TrainFields(Strict):
     data: DataSettings = Field(description="the data", examples=["digits"])
     loss: Made | None = Field(
         None,
-        description="a function of outputs and targets that returns their mean loss; default: cross-entropy of logits",
+        description=(
+            "a function of outputs and targets that returns their mean loss, or (sum, count); default: cross-entropy "
+            "of logits"
+        ),
         examples=["net.py:loss"],
     )
     mode: Annotated[str, one_of("mode", MODES)] = Field(

@@ -21,6 +21,7 @@ from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.graph import RECORDED, GraphedSteps, require_cuda, require_no_hooks
 from muster.jobs.train.memory.held import Held, tensors_of
 from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.weighing import weights_of
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
 from muster.jobs.train.parallel.replicated import ReplicatedStep
@@ -55,6 +56,7 @@ class Engine:
         self.same_norm = settings.same_norm
         runs = ReplicatedStep if settings.sync == "data_parallel" else Accumulation
         self.runs = self.stages or runs(self.replica, numerics, self.scaler, settings)
+        self.weights = self.runs.weights = weights_of(settings, model.world.device, model.data_group)
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())
         self.before_update: Callable[[], None] | None = None  # raises if the mean gradients may be wrong
@@ -125,9 +127,15 @@ class Engine:
         This contains all collectives of the step that the update depends on.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        if self.weights is not None:
+            self.weights.begin()
         losses = self.runs.run(step, shards)
+        gradients = self.replica.gradients()
+        if self.weights is not None:
+            losses = self.weights.divide(gradients, losses)
+            self.clock.lap("communication")
         self.scaler.prepare(
-            self.replica.gradients(),
+            gradients,
             self.clip_norm,
             self.model.norm_group,
             exact=self.same_norm,

@@ -19,6 +19,7 @@ from muster.jobs.train.data.loading import move_inputs
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.models.stack import Loss, mean_loss
 from muster.jobs.world.world import World, add_in_order
+from muster.pipe.weighing import IGNORED
 
 BLOCK_SAMPLES: Final = 64
 
@@ -68,13 +69,13 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss:
     dealt = [rows.tolist() for rows in world.readers(world.gather(mine))]
     in_order = [dealt[block % len(dealt)][block // len(dealt)] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
-    mean = loss_sum / predictions
+    mean = loss_sum / (predictions or 1.0)  # 0: no target counts
     if loss is not mean_loss:
         return Evaluation(mean, "", 0.0, data.eval_samples)
     if data.unit == "tokens":
         perplexity = math.inf if mean >= 700.0 else math.exp(mean)  # NaN stays NaN
         return Evaluation(mean, "perplexity", perplexity, data.eval_samples)
-    return Evaluation(mean, "accuracy", right / predictions, data.eval_samples)
+    return Evaluation(mean, "accuracy", right / (predictions or 1.0), data.eval_samples)
 
 
 def result_of(engine: Engine, inputs: Tensor, targets: Tensor, dtype: torch.dtype, loss: Loss) -> Tensor:
@@ -90,15 +91,20 @@ def block_indices(block: int, samples: int) -> Tensor:
 
 
 def measure(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return loss sum, correct predictions and all predictions of outputs (..., classes), as (3,) float64."""
+    """Return loss sum, correct predictions and all predictions of outputs (..., classes), as (3,) float64.
+
+    Predictions with an ignored target do not count.
+    """
     flat, wanted = outputs.flatten(0, -2), targets.flatten()  # (predictions, classes), (predictions,)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
     right = (flat.argmax(dim=-1) == wanted).sum().double()
-    return torch.stack([loss_sum, right, torch.full_like(loss_sum, wanted.numel())])
+    return torch.stack([loss_sum, right, (wanted != IGNORED).sum().double()])
 
 
 def measure_by(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of a user's own loss over the samples, 0, and the number of samples, as (3,) float64."""
-    total = loss(outputs, targets).double() * len(targets)
-    return torch.stack([total, torch.zeros_like(total), torch.full_like(total, len(targets))])
+    """Return the sum of a user's own loss, 0, and the number of targets that count, or of samples: (3,) float64."""
+    value = loss(outputs, targets).double()
+    if value.dim():
+        return torch.stack([value[0] * targets.numel(), torch.zeros_like(value[0]), value[1]])
+    return torch.stack([value * len(targets), torch.zeros_like(value), torch.full_like(value, len(targets))])

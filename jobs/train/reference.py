@@ -31,6 +31,7 @@ from muster.jobs.train.numerics.optim import (
     named_gradients,
     set_learning_rate,
 )
+from muster.jobs.train.numerics.weighing import own_mean, weights_of
 from muster.jobs.train.parallel.syncs import communication_dtype
 from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
@@ -84,6 +85,7 @@ class Reference:
         settings = setting.settings
         self.numerics = replace(numerics_of(settings, setting.device), recompute=False)
         self.scaler = self.numerics.scaler()
+        self.weights = weights_of(settings, setting.device)
         model = model_of(settings, vocabulary=setting.data.vocabulary)
         self.model: nn.Module = self.numerics.place(model)
         draw_as_split(model, setting.tensor, sequence_parallel=settings.sequence_parallel)
@@ -157,8 +159,10 @@ class Reference:
         Returns the sum of the losses of its samples, and for each gradient the bound on its difference to another order
         of summation.
         """
-        loss_sums, of_shards, terms = [], [], len(shards)
+        loss_sums, of_shards, terms = list[Tensor](), [], len(shards)
         used: set[str] = set()  # the optimizer skips a parameter that no shard uses
+        if self.weights is not None:
+            self.weights.begin()
         for shard in shards:
             self.terms.clear()
             loss_sums.append(self._shard(step, shard))
@@ -170,6 +174,8 @@ class Reference:
             means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
         for (name, parameter), (mean, _) in zip(self.names.items(), means, strict=True):
             parameter.grad = mean if name in used else None
+        if self.weights is not None:
+            loss_sums = self.weights.divide([each for pair in means for each in pair], loss_sums)
         factor = self.scaler.factor()
         self.scaler.unscale(gradients_of(self.names.values()))
         means = [(mean, magnitude / factor) for mean, magnitude in means]
@@ -184,7 +190,7 @@ class Reference:
             for name, (mean, _) in zip(self.names, means, strict=True):
                 by_norm = relative * float(mean.abs().max())
                 bounds[name] += gradient_bound(by_norm, terms, coarsest, sent_as or coarsest)
-        return add_in_order(loss_sums), bounds
+        return add_in_order(map(float, loss_sums)), bounds
 
     def _clip(self, magnitudes: list[Tensor]) -> float:
         """Clip if asked to; return |m|_2 / |g|_2 for the norm's rounding error (`compare.py`), else 0."""
@@ -194,25 +200,26 @@ class Reference:
         before = float(clip(gradients_of(self.names.values()), norm, exact=self.setting.settings.same_norm))
         return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
-    def _shard(self, step: int, shard: ShardInput) -> float:
+    def _shard(self, step: int, shard: ShardInput) -> Tensor:
         """Compute and store one virtual rank's gradients; return the sum of the losses of its samples."""
         self.model.zero_grad(set_to_none=True)
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 module.track_running_stats = shard.virtual_rank == 0
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.setting.device)
         for index, micro in enumerate(shard.micro_batches):
             if self.seeds is not None:
                 self.seeds.enter(step, shard.virtual_rank, index)
             elif self.setting.settings.model.draws:
                 seed_generators(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
-            loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
+            loss = self.numerics.result(self.model, micro.inputs, micro.targets)
+            loss = own_mean(loss, micro.targets) if self.weights is None else self.weights.weighed(loss, micro)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}
             for name in before:
                 self.names[name].grad = None
             torch.autograd.backward(self.scaler.scaled(loss if micro.weight == 1.0 else loss * micro.weight))
             self._add(before)
-            loss_sum += float(loss.detach()) * micro.samples
+            loss_sum += loss.detach().double() * micro.samples
         return loss_sum
 
     def _add(self, before: Mapping[str, Tensor | None]) -> None:

@@ -6,15 +6,14 @@ Ranks exchange three numbers per row: its maximum, then the sum and the target's
 nothing.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from muster.pipe.tensor.region import Region, outside_graph
-
-IGNORED: Final = -100  # the same value as in torch.nn.functional.cross_entropy
+from muster.pipe.weighing import IGNORED
 
 
 class SplitCrossEntropy:

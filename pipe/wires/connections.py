@@ -39,15 +39,15 @@ class Connections:
     board: Board
     # Sends to the next rank, until `agree` waits for them.
     _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)
-    # The next receive of `broadcast_scalar`.
+    # The next receive of `broadcast_numbers`.
     _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
-    def broadcast_scalar(self, number: Tensor, source: int) -> Tensor:
-        """Broadcast a scalar from rank `source`, which must be the same rank in every call.
+    def broadcast_numbers(self, number: Tensor, source: int) -> Tensor:
+        """Broadcast numbers from rank `source`: the same rank, and equally many numbers, in every call.
 
         With gloo, the next receive is posted now, so that the source need not wait for the other ranks.
         """

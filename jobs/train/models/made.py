@@ -25,6 +25,7 @@ from muster.jobs.train.models.stack import LayerStack, Loss, head_loss, mean_los
 from muster.jobs.train.rng.draws import drawing
 from muster.jobs.train.rng.keyed import INITIALISE, key
 from muster.jobs.user import code
+from muster.pipe.weighing import counted_loss
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -65,7 +66,7 @@ def give_loss(model: nn.Module, loss: Loss) -> None:
 
 
 def loss_of(settings: "TrainSettings") -> Loss:
-    """Return the job's loss, a function of outputs and targets.
+    """Return the job's loss, a function of outputs and targets. It may return a packed `CountedLoss`.
 
     Raises:
         RefusedError: if the user's function cannot be imported, or is not callable.
@@ -125,9 +126,13 @@ def _forward(forward: Callable[[Tensor], Any], loss: Loss, inputs: Tensor, targe
 
 def _checked(loss: Callable[..., Any], text: str, outputs: Any, targets: Tensor) -> Tensor:
     value = loss(outputs, targets)
+    if (counted := counted_loss(loss, value, targets)) is not None:
+        return counted.packed()
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise RefusedError(f"train.loss: {text} returned {shape}; return the mean loss as a scalar tensor")
+        raise RefusedError(
+            f"train.loss: {text} returned {shape}; return the mean loss as a scalar tensor, or a pair (sum, count)"
+        )
     return value
 
 

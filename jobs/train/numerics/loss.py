@@ -25,11 +25,11 @@ from torch.nn import functional
 
 from muster.jobs.train.kernels.rms_norm import why_no_triton
 from muster.jobs.train.numerics.pieces import compiled
+from muster.pipe.weighing import IGNORED, factor_of
 
 CHUNK_BYTES: Final = 2**28  # size of a chunk of logits
 COMPILED_CHUNK_BYTES: Final = 2**32  # compiled code reads and writes logits once, so one large chunk is best
 FUSED_CHUNK_BYTES: Final = 2**29  # the kernel needs no other memory than a chunk
-IGNORED: Final = -100  # the target of a row that does not count, as in torch's cross_entropy
 PADDED: Final = {"cuda": 64}  # devices that pad the vocabulary, and the number of which it becomes a multiple
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -62,7 +62,9 @@ def chunked_loss(
     task = ChunkedTask(rows, head.out_features, kernel)
     flat = x.flatten(0, -2).to(dtype)
     loss_sum: Tensor = _LinearLoss.apply(flat, weight, bias, targets.flatten(), task, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return loss_sum / (counted(targets) if is_fused(device) else targets.numel())
+    if is_fused(device):
+        return loss_sum / counted(targets).clamp(min=1)  # without any target that counts, no gradient is NaN
+    return loss_sum / targets.numel() * factor_of(counted(targets), torch.full_like(loss_sum, targets.numel()))
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,16 @@ def counted(targets: Tensor) -> Tensor:
 
 
 def row_gradients(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of losses. Replace logits (rows, classes) by its gradient: softmax, minus 1 at the target."""
+    """Return the sum of losses. Replace logits (rows, classes) by its gradient: softmax, minus 1 at the target.
+
+    Rows with an ignored target have neither.
+    """
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    wanted = targets[:, None]
-    loss_sum = -log_p.gather(-1, wanted).sum()
+    ignored = (targets == IGNORED)[:, None]
+    wanted = targets[:, None].where(~ignored, 0)
+    loss_sum = -log_p.gather(-1, wanted).masked_fill(ignored, 0.0).sum()
     logits.copy_(log_p.exp_().scatter_add_(-1, wanted, log_p.new_full((), -1.0).expand_as(wanted)))
+    logits.masked_fill_(ignored, 0.0)
     return loss_sum
 
 
@@ -155,7 +162,7 @@ def row_gradients_by_comparing(logits: Tensor, targets: Tensor) -> Tensor:
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     wanted = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]  # (rows, classes)
     loss_sum = -torch.where(wanted, log_p, 0.0).sum()
-    logits.copy_(log_p.exp() - wanted.float())
+    logits.copy_((log_p.exp() - wanted.float()) * (targets != IGNORED)[:, None])
     return loss_sum
 
 

@@ -28,6 +28,7 @@ from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import Body, LayerRange, by_units, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
+from muster.jobs.train.numerics.weighing import own_mean
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -115,6 +116,10 @@ class Numerics:
 
     def loss(self, call: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a model or its wrapper."""
+        return own_mean(self.result(call, inputs, targets), targets)
+
+    def result(self, call: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a model or its wrapper, or a packed `CountedLoss`."""
         with self.forward():
             loss: Tensor = call(inputs, targets)
         return loss

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.numerics.weighing import Weights
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.rng.layer_seeds import forward_seed
 from muster.pipe.rng_streams import seed_generators
@@ -28,6 +29,7 @@ class Accumulation:
         self.replica = replica
         self.numerics = numerics
         self.scaler = scaler
+        self.weights: Weights | None = None  # None: all targets count
         self.dropout_seed = settings.seed if settings.model.draws else None
         self.seed: Callable[[int], None] = seed_generators  # replaced while a graph is recorded
         self.norms = [module for module in replica.module.modules() if isinstance(module, _NormBase)]
@@ -78,10 +80,12 @@ class Accumulation:
         return total
 
     def _micro_batch(self, micro: MicroInput, *, last: bool) -> Tensor:
-        """Add one micro-batch's gradients; return its mean loss."""
+        """Add one micro-batch's gradients; return its mean loss, undivided if targets are weighed."""
         clock = self.replica.clock
         clock.phase = "forward"
-        loss = self.numerics.loss(self.replica.forward, micro.inputs, micro.targets)
+        loss = self.numerics.result(self.replica.forward, micro.inputs, micro.targets)
+        if self.weights is not None:
+            loss = self.weights.weighed(loss, micro)
         clock.lap("forward")
         clock.phase = "backward"
         counted = loss if micro.weight == 1.0 else loss * micro.weight

@@ -16,6 +16,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.numerics.weighing import Weights
 from muster.jobs.train.parallel.replica import Replica
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class ReplicatedStep:
         self.replica = replica
         self.numerics = numerics
         self.scaler = scaler
+        self.weights: Weights | None = None  # None: all targets count
         self.replicas = Replicas(replica.module, devices_of(replica.world.device, settings.replicas))
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
@@ -53,7 +55,8 @@ class ReplicatedStep:
         total = torch.zeros((), dtype=torch.float64, device=first)
         for micro in shard.micro_batches:
             inputs, targets = (each.to(device, non_blocking=True) for each in (micro.inputs, micro.targets))
-            loss = self.numerics.loss(module, inputs, targets).to(first)
+            loss = self.numerics.result(module, inputs, targets)
+            loss = (loss if self.weights is None else self.weights.weighed(loss, micro)).to(first)
             torch.autograd.backward(self.scaler.scaled(loss if micro.weight == 1.0 else loss * micro.weight))
             total += loss.detach().double() * micro.samples
         return total

@@ -34,6 +34,7 @@ from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import loss_of as split_loss_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.numerics.weighing import Weights
 from muster.jobs.train.parallel.ready import ReadyGradients
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.state import MODEL
@@ -46,6 +47,7 @@ from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.cuts import Cuts
 from muster.pipe.schedules.programs import Step
 from muster.pipe.tensor.vocabulary import VocabularyLinear
+from muster.pipe.weighing import CountedLoss
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -92,6 +94,8 @@ class Stages:
             cuda_graphs=settings.cuda_graph if records(settings, world.device.type) else False,
             tokens=tokens if len(tokens) > 1 else (),
         )
+        self.pipeline.divides = False  # the engine divides by the targets of all pipelines
+        self.weights: Weights | None = None  # None: all targets count
         if settings.model.draws:
             self.pipeline.hooks.seeds = self._seed_of
         self.module: nn.Module = self.pipeline.module
@@ -127,6 +131,9 @@ class Stages:
             self.clock.lap("communication" if on_cpu else "backward")
         self.clock.lap("communication")
         assert self.pipeline.loss_sum is not None
+        assert self.pipeline.counted is not None
+        if self.weights is not None and batch.samples:
+            self.weights.add(self.pipeline.counted)
         return [self.pipeline.loss_sum / scale if batch.samples else torch.zeros_like(scale)]
 
     @contextmanager
@@ -143,8 +150,16 @@ class Stages:
                 self.ready.row_is_over()
         wrapper.finish_gradient_synchronization()
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = self.scaler.scaled(self.loss_of(logits, targets))
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor | CountedLoss:
+        loss = self.loss_of(logits, targets)
+        if self.weights is None:
+            return self._share(loss, targets)
+        mean, count = self.weights.of_loss(loss, targets)
+        return CountedLoss(self._share(mean, targets), count)
+
+    def _share(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """Scale a loss, and weigh it by the samples of all pipelines."""
+        loss = self.scaler.scaled(loss)
         if self.of_all is None:
             return loss
         samples: float = len(targets)

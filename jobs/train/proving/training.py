@@ -18,6 +18,7 @@ from muster.jobs.train.models import model_of
 from muster.jobs.train.models.made import layers_of, loss_of
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import recipe
+from muster.jobs.train.numerics.weighing import own_mean
 from muster.jobs.train.proving.bench import Bench, finish
 from muster.jobs.train.proving.judging import TOLERANCE, farthest
 from muster.jobs.train.proving.kinds import FULL
@@ -39,7 +40,9 @@ def trains(bench: Bench) -> None:
     if bench.world.rank != 0:
         return
     data = setting.data
-    wanted = Reference(setting).run(move_inputs(data.train_batch(torch.tensor([0]), 0)[0], bench.device, setting.dtype))
+    reference = Reference(setting)
+    reference.weights = None  # the class averages means
+    wanted = reference.run(move_inputs(data.train_batch(torch.tensor([0]), 0)[0], bench.device, setting.dtype))
     name, far = farthest(state, {name: wanted.state[name] for name in state})
     off = max(abs(mine / theirs - 1.0) for mine, theirs in zip(losses, wanted.losses, strict=True))
     ok = far <= TOLERANCE and off <= TOLERANCE
@@ -84,8 +87,12 @@ class TrainingTask:
         self.model: nn.Module = numerics_of(self.settings, setting.device).place(
             model_of(self.settings, vocabulary=setting.data.vocabulary)
         )
-        self.loss = loss_of(self.settings)
+        self._loss = loss_of(self.settings)
         self.kind, self.options = recipe(list(self.model.parameters()), self.settings.optimizer, cut_anywhere=True)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the mean loss of a micro-batch."""
+        return own_mean(self._loss(outputs, targets), targets)
 
     def steps(self, plan: Plan) -> Iterator[tuple[int, GlobalBatch, tuple[MicroInput, ...]]]:
         """Yield this rank's micro-batches of every step."""

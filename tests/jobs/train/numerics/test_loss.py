@@ -42,6 +42,24 @@ def test_loss_and_gradients_are_those_of_a_head_and_a_cross_entropy(dtype, bias,
     assert found[1][1].dtype == dtype
 
 
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("ignored", [0, 20, 36])
+def test_ignored_targets_have_neither_loss_nor_gradient(ignored, compile, monkeypatch):
+    monkeypatch.setattr(losses, "compiled_kernel", lambda: row_gradients_by_comparing)  # its arithmetic, uncompiled
+    torch.manual_seed(0)
+    head, x, targets = nn.Linear(16, CLASSES), torch.randn(36, 16, requires_grad=True), torch.randint(CLASSES, (36,))
+    targets[:ignored] = -100
+    mine = chunked_loss(head, x, targets, compile=compile, chunk_bytes=7 * CLASSES * 4)
+    found = torch.autograd.grad(mine, [x, head.weight, head.bias])
+    if ignored == len(targets):
+        assert [mine.item(), *(each.abs().max().item() for each in found)] == [0.0] * 4
+        return
+    wanted = plain_loss(head, x, targets)
+    assert torch.allclose(mine, wanted)
+    for own, each in zip(found, torch.autograd.grad(wanted, [x, head.weight, head.bias]), strict=True):
+        assert torch.allclose(own, each, atol=1e-6)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compile", [True, False])
 def test_a_padded_vocabulary_changes_neither_loss_nor_gradients(compile, bias, monkeypatch):
