@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.means import Wait
 from muster.ddp.reducer import Reducer
@@ -31,9 +32,10 @@ from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
 from muster.zero.gradients import Gradients
+from muster.zero.hooks import Around, around, outside
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
-from muster.zero.whole import Hook, Residency, in_backward, other_thread
+from muster.zero.whole import Residency, in_backward, other_thread
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and notifies observers of the wait
 
@@ -153,16 +155,13 @@ class UnitStates(Residency):
         self._order = SameOrder(
             gather.group, next(flat_parameter.device for each in unit_states for flat_parameter in each.flat_parameters)
         )
-        self._handles = []
+        self._handles: list[RemovableHandle | Around] = []
         self._saved = SavedTensorHooks(unit_states, self._open_in_backward)
         for unit_state in unit_states[:-1]:
-            begins = Hook(partial(self._begins, unit_state))
+            begins = partial(outside, partial(self._begins, unit_state))
             for each in unit_state.unit.modules:
-                ends = Hook(partial(self._ends, unit_state, each is unit_state.unit.modules[-1]))
-                self._handles += [
-                    each.register_forward_pre_hook(begins, prepend=True),
-                    each.register_forward_hook(ends),
-                ]
+                ends = partial(outside, partial(self._ends, unit_state, each is unit_state.unit.modules[-1]))
+                self._handles += around(each, begins, ends)
 
     def launch_with(self, reducer: Reducer[Gradients]) -> None:
         """Set the reducer whose buckets are released when the backward of their unit is over."""

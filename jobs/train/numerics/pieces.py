@@ -86,6 +86,24 @@ class Body:
         return y
 
 
+def compile_layers(layers: Layers, *, mode: str | None = None) -> None:
+    """Compile each layer on its own, for training; in place."""
+    runs: dict[str, Callable[..., Any]] = {}
+    for layer in layers:
+        kind = form([layer])
+        if kind not in runs:
+            runs[kind] = compiled(_run_layer, f"layer{len(runs)}", mode=mode)
+        layer._compiled_call_impl = partial(_in_training, runs[kind], layer)
+
+
+def _in_training(run: Callable[..., Any], layer: nn.Module, x: Tensor) -> Any:
+    return (run if layer.training else _run_layer)(layer, x)
+
+
+def _run_layer(layer: nn.Module, x: Tensor) -> Any:
+    return layer._call_impl(x)
+
+
 def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile: bool, recompute: bool) -> None:
     """Compile each unit of a user's model, or recompute it in the backward to save memory; in place.
 
