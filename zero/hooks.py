@@ -47,9 +47,23 @@ def outside(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
     return call(*given, **named)
 
 
+class OutsideHook(Hook):
+    """A module hook that runs outside of compiled code, even if its module was compiled after it was registered."""
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the wrapped function."""
+        return outside(super().__call__, *given)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module run compiled code, by `module.compile()` or by `torch.compile`."""
     return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
+def within_compiled(module: nn.Module) -> set[int]:
+    """Return the ids of all parts of compiled parts of a module. The outermost compiled code contains their calls."""
+    compiled = [part for part in module.modules() if is_compiled(part)]
+    return {id(part) for whole in compiled for part in whole.modules() if part is not whole}
 
 
 class Around:
@@ -76,12 +90,20 @@ def _between(run: Any, module: nn.Module, before: Any, after: Any, *given: Any, 
 
 
 def around(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None
+    module: nn.Module,
+    before: Callable[..., Any],
+    after: Callable[..., Any] | None = None,
+    *,
+    kind: type[Hook] = Hook,
+    is_within: bool = False,
 ) -> Iterator["RemovableHandle | Around"]:
-    """Call `before(module, inputs)` and `after(module, inputs, outputs)` around calls of a module; yield handles."""
-    if module._compiled_call_impl is not None:
+    """Call `before(module, inputs)` and `after(module, inputs, outputs)` around calls of a module; yield handles.
+
+    `kind` is the class of the hooks of a module that is not compiled, or is within one that is.
+    """
+    if module._compiled_call_impl is not None and not is_within:
         yield Around(module, before, after)
         return
-    yield module.register_forward_pre_hook(Hook(before), prepend=True)
+    yield module.register_forward_pre_hook(kind(before), prepend=True)
     if after is not None:
-        yield module.register_forward_hook(Hook(after))
+        yield module.register_forward_hook(kind(after))

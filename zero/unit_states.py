@@ -32,7 +32,7 @@ from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
 from muster.zero.gradients import Gradients
-from muster.zero.hooks import Around, around, outside
+from muster.zero.hooks import Around, OutsideHook, around, within_compiled
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
 from muster.zero.whole import Residency, in_backward, other_thread
@@ -157,11 +157,12 @@ class UnitStates(Residency):
         )
         self._handles: list[RemovableHandle | Around] = []
         self._saved = SavedTensorHooks(unit_states, self._open_in_backward)
+        within = within_compiled(module)
         for unit_state in unit_states[:-1]:
-            begins = partial(outside, partial(self._begins, unit_state))
+            begins = partial(self._begins, unit_state)
             for each in unit_state.unit.modules:
-                ends = partial(outside, partial(self._ends, unit_state, each is unit_state.unit.modules[-1]))
-                self._handles += around(each, begins, ends)
+                ends = partial(self._ends, unit_state, each is unit_state.unit.modules[-1])
+                self._handles += around(each, begins, ends, kind=OutsideHook, is_within=id(each) in within)
 
     def launch_with(self, reducer: Reducer[Gradients]) -> None:
         """Set the reducer whose buckets are released when the backward of their unit is over."""

@@ -25,7 +25,7 @@ from muster.ddp.means import Wait
 from muster.zero.absent import Expect
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
-from muster.zero.hooks import Hook, around, is_compiled, outside
+from muster.zero.hooks import Hook, around, is_compiled, outside, within_compiled
 from muster.zero.units import Unit
 
 
@@ -206,9 +206,7 @@ def _needs(
     flat_of = {id(each): flat_parameter for flat_parameter in flat_parameters for each in flat_parameter.parameters}
     unit_of = {id(part): unit for unit in units for each in unit.modules for part in each.modules()}
     in_units = {id(each) for unit in units if not unit.is_root for _, each in unit.parameters}
-    within = {
-        id(part) for whole in module.modules() if is_compiled(whole) for part in whole.modules() if part is not whole
-    }
+    within = within_compiled(module)
     for part in module.modules():
         if id(part) in within:
             continue

@@ -221,6 +221,7 @@ def run_steps(
         pace.step_done(done)
         if done == first + 1:
             screen.first_step(done)
+            engine.held_state()  # what cannot be saved fails now, not after the last step
         lost = soundness.is_lost()
         if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
             metrics.flush()
