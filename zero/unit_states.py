@@ -32,7 +32,7 @@ from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
 from muster.zero.gradients import Gradients
-from muster.zero.hooks import Around, OutsideHook, around, within_compiled
+from muster.zero.hooks import Around, OutsideHook, around, outside, within_compiled
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
 from muster.zero.whole import Residency, in_backward, other_thread
@@ -184,20 +184,20 @@ class UnitStates(Residency):
         if in_backward():  # activation checkpointing recomputes the whole forward
             yield
             return
-        self._start()
+        outside(self._start)
         self._inside, self._thread = self._inside + 1, get_ident()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException:
             self._inside -= 1
-            self.close()
+            outside(self.close)
             raise
         self._inside -= 1
-        self._record_order()
+        outside(self._record_order)
         if not torch.is_grad_enabled():
-            self.close()
-            self._gather.meet()
+            outside(self.close)
+            outside(self._gather.meet)
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
