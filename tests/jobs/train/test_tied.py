@@ -80,6 +80,6 @@ def test_units_of_fsdp_that_share_a_parameter_are_cut_or_left_to_the_root(monkey
 
 def test_what_cannot_be_saved_ends_a_run_at_its_first_step(tmp_path, monkeypatch):
     monkeypatch.chdir(MADE)
-    with pytest.raises(KeyError, match="complex32"):
+    with pytest.raises(KeyError, match="complex64"):
         trained(World(0, 1, None, torch.device("cpu")), tmp_path, {"optimizer": {"make": "net.py:Unsaved", "lr": 0.1}})
-    assert len(read_lines(tmp_path / "0.jsonl")) <= 1
+    assert len(list(read_lines(tmp_path / "0.jsonl"))) <= 1

@@ -250,4 +250,4 @@ class Unsaved(Sign):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for each in group["params"]:
-                self.state[each]["odd"] = torch.zeros(2, dtype=torch.complex32)
+                self.state[each]["odd"] = torch.zeros(2, dtype=torch.complex64)
