@@ -53,7 +53,7 @@ class FsdpReplica(Replica):
         mesh = DeviceMesh.from_group(world.group, world.device.type)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):  # on GPUs, it would copy the weights, and later gathers miss the copies
-                each.flatten_parameters = _nothing  # type: ignore[assignment]
+                each.flatten_parameters = _nothing  # type: ignore[method-assign]
         for unit in apart(module, units_of(module, settings.model)):
             for part in of_one_dtype(unit):
                 fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
