@@ -30,6 +30,7 @@ from muster.ddp.reducer import Reducer
 from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import Gather, SharedMemoryGather, gather_for
 from muster.zero.gradients import Gradients, KeptGradients, PassingGradients
+from muster.zero.hooks import outside
 from muster.zero.scatter import UNDER_WAY, Scatter, SharedMemoryScatter, scatter_for
 from muster.zero.sharded import Sharded
 from muster.zero.shared_memory import shared_memory_peers
@@ -253,17 +254,20 @@ class ShardedDataParallel(Sharded, Reduced):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module. If gradients are enabled, the next backward will synchronize them."""
         if torch.is_grad_enabled() and not in_backward():
-            self._detect_changes()
-            for flat_parameter in self.flat_parameters:
-                if flat_parameter.grad is not None:
-                    flat_parameter.unsend()
-            if self._reducer is not None:
-                self._reducer.forward_begins()
-            self._share_buffers()
+            outside(self._begin_forward)
         if self.compute_dtype is not None:
             inputs, keywords = cast_floats((inputs, keywords), self.compute_dtype)
         with self.residency.forward():
             return self.module(*inputs, **keywords)
+
+    def _begin_forward(self) -> None:
+        self._detect_changes()
+        for flat_parameter in self.flat_parameters:
+            if flat_parameter.grad is not None:
+                flat_parameter.unsend()
+        if self._reducer is not None:
+            self._reducer.forward_begins()
+        self._share_buffers()
 
     @property
     def unused(self) -> frozenset[str]:

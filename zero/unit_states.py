@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.means import Wait
 from muster.ddp.reducer import Reducer
@@ -31,9 +32,10 @@ from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
 from muster.zero.gradients import Gradients
+from muster.zero.hooks import Around, OutsideHook, around, outside, within_compiled
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
-from muster.zero.whole import Hook, Residency, in_backward, other_thread
+from muster.zero.whole import Residency, in_backward, other_thread
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and notifies observers of the wait
 
@@ -153,16 +155,14 @@ class UnitStates(Residency):
         self._order = SameOrder(
             gather.group, next(flat_parameter.device for each in unit_states for flat_parameter in each.flat_parameters)
         )
-        self._handles = []
+        self._handles: list[RemovableHandle | Around] = []
         self._saved = SavedTensorHooks(unit_states, self._open_in_backward)
+        within = within_compiled(module)
         for unit_state in unit_states[:-1]:
-            begins = Hook(partial(self._begins, unit_state))
+            begins = partial(self._begins, unit_state)
             for each in unit_state.unit.modules:
-                ends = Hook(partial(self._ends, unit_state, each is unit_state.unit.modules[-1]))
-                self._handles += [
-                    each.register_forward_pre_hook(begins, prepend=True),
-                    each.register_forward_hook(ends),
-                ]
+                ends = partial(self._ends, unit_state, each is unit_state.unit.modules[-1])
+                self._handles += around(each, begins, ends, kind=OutsideHook, is_within=id(each) in within)
 
     def launch_with(self, reducer: Reducer[Gradients]) -> None:
         """Set the reducer whose buckets are released when the backward of their unit is over."""
@@ -184,20 +184,20 @@ class UnitStates(Residency):
         if in_backward():  # activation checkpointing recomputes the whole forward
             yield
             return
-        self._start()
+        outside(self._start)
         self._inside, self._thread = self._inside + 1, get_ident()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException:
             self._inside -= 1
-            self.close()
+            outside(self.close)
             raise
         self._inside -= 1
-        self._record_order()
+        outside(self._record_order)
         if not torch.is_grad_enabled():
-            self.close()
-            self._gather.meet()
+            outside(self.close)
+            outside(self._gather.meet)
 
     @contextmanager
     def all_open(self) -> Iterator[None]:

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when needed
 
 from muster.ddp.means import Wait
 from muster.zero.absent import Expect
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
+from muster.zero.hooks import Hook, around, is_compiled, outside, within_compiled
 from muster.zero.units import Unit
 
 
@@ -70,25 +70,6 @@ class Unwrapped(Residency):
         """Do nothing, because no gather is in progress."""
 
 
-class Hook:
-    """A module hook whose copies do nothing, because `deepcopy` and `pickle` also copy a module's hooks."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *given: Any) -> Any:
-        """Call the wrapped function."""
-        return self.call(*given)
-
-    def __reduce__(self) -> Any:
-        """Copy and pickle as a hook that does nothing."""
-        return Hook, (_nothing,)
-
-
-def _nothing(*given: Any) -> None:
-    pass
-
-
 def other_thread(unit: str) -> RuntimeError:
     """Return the error for a unit that runs on another thread than the forward of its wrapper."""
     return RuntimeError(
@@ -129,8 +110,9 @@ class AlwaysWhole(Residency):
             id(flat_parameter): Expect(flat_parameter.parameters, me) for flat_parameter in flat_parameters
         }
         self._handles = [
-            part.register_forward_pre_hook(Hook(partial(self._before, needed)), prepend=True)
+            handle
             for part, needed in _needs(module, units, flat_parameters)
+            for handle in around(part, partial(self._before, needed))
         ]
         synchronize, adopt = Hook(lambda *_: self.synchronize()), Hook(lambda *_: self._adopt())
         self._handles += [
@@ -201,8 +183,7 @@ class AlwaysWhole(Residency):
         """Wait for the flat parameters that a forward needs."""
         under_way = self._under_way
         if self._changed or (under_way and any(id(each) in under_way for each in flat_parameters)):
-            wait = self._wait_apart if torch.compiler.is_compiling() else self._wait_for
-            wait(flat_parameters)
+            outside(self._wait_for, flat_parameters)
 
     def _wait_for(self, flat_parameters: Sequence[FlatParameters]) -> None:
         self._start_late()
@@ -211,8 +192,6 @@ class AlwaysWhole(Residency):
                 self._expected[id(flat_parameter)].end()
                 del self._under_way[id(flat_parameter)]
                 self._waiting(*waited)
-
-    _wait_apart = _disable_dynamo(_wait_for)  # compiled code must not contain the wait and its timing
 
     def _adopt(self) -> None:
         """Copy values that were loaded directly into the module into shards and masters."""
@@ -223,12 +202,15 @@ class AlwaysWhole(Residency):
 def _needs(
     module: nn.Module, units: Sequence[Unit], flat_parameters: Sequence[FlatParameters]
 ) -> Iterator[tuple[nn.Module, list[FlatParameters]]]:
-    """Yield modules, each with the flat tensors that it must wait for."""
+    """Yield modules, each with the flat tensors that it must wait for: a compiled one for all that its parts use."""
     flat_of = {id(each): flat_parameter for flat_parameter in flat_parameters for each in flat_parameter.parameters}
     unit_of = {id(part): unit for unit in units for each in unit.modules for part in each.modules()}
     in_units = {id(each) for unit in units if not unit.is_root for _, each in unit.parameters}
+    within = within_compiled(module)
     for part in module.modules():
-        needed = [each for each in part.parameters() if id(each) not in in_units]
+        if id(part) in within:
+            continue
+        needed = [each for each in part.parameters() if is_compiled(part) or id(each) not in in_units]
         if (unit := unit_of.get(id(part))) is not None:
             needed += [each for _, each in unit.parameters]
         own = {id(flat_of[id(each)]): flat_of[id(each)] for each in needed}

@@ -21,12 +21,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.train.models.gpt import Attention
-from muster.jobs.train.models.stack import LayerStack, plain_loss
+from muster.jobs.train.models.stack import LayerStack, head_loss, mean_loss, plain_loss
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.numerics.loss import chunked_loss, is_fused
 from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.numerics.pieces import Body, LayerRange, by_units, compiled, cut, require_compiler
+from muster.jobs.train.numerics.pieces import (
+    Body,
+    LayerRange,
+    by_units,
+    compile_layers,
+    compiled,
+    cut,
+    require_compiler,
+)
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
 from muster.jobs.train.numerics.weighing import own_mean
 
@@ -65,6 +73,7 @@ class Numerics:
     cut_anywhere: bool = False  # the optimizer's rounding must not depend on where parameters are cut into shards
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
+    by_layer: bool = False  # each layer is compiled on its own, so that the hooks of `zero` stay outside
     shows_skipped: bool = False  # metrics rows show which steps were skipped
     made: "ModelSettings | None" = None  # set for a user's model, which is compiled and recomputed unit by unit
     chunked: bool = True  # with bfloat16, and with float32 on GPUs, compute the head of a GPT and its loss in chunks
@@ -105,9 +114,12 @@ class Numerics:
         return model
 
     def _place_own(self, model: LayerStack) -> None:
-        if self.compile or self.recompute:
+        if self.compile and self.by_layer:
+            compile_layers(list(model), mode=self.compile_mode)
+        in_pieces = self.compile and not self.by_layer
+        if in_pieces or self.recompute:
             pieces = [LayerRange(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
-            model.run_body = Body(model, pieces, compile=self.compile, recompute=self.recompute, mode=self.compile_mode)
+            model.run_body = Body(model, pieces, compile=in_pieces, recompute=self.recompute, mode=self.compile_mode)
         model.run_loss = self._loss_of(model)
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -152,7 +164,11 @@ class Numerics:
         low = torch.bfloat16 in (self.weights, self.autocast)
         if (low or (self.precision == "fp32" and is_fused(self.device.type))) and self.chunked and is_gpt:
             return partial(chunked_loss, compile=self.compile)
-        return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
+        if not self.compile:
+            return plain_loss
+        if self.by_layer:
+            return partial(head_loss, compiled(mean_loss, "loss", mode=self.compile_mode))
+        return compiled(plain_loss, "loss", mode=self.compile_mode)
 
 
 def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
@@ -165,6 +181,7 @@ def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
         # not needed with exact, which cuts shards at multiples of the vector size
         cut_anywhere=settings.deterministic and not settings.exact,
         shows_skipped=settings.non_finite == "skip",
+        by_layer=settings.sync == "sharded",
         made=settings.model if settings.model.make is not None else None,
         # A pipeline computes head and loss in two steps, and a split head has its own loss.
         chunked=not settings.is_pipeline and not settings.splits_layers,

@@ -86,6 +86,24 @@ class Body:
         return y
 
 
+def compile_layers(layers: Layers, *, mode: str | None = None) -> None:
+    """Compile each layer on its own, for training; in place."""
+    runs: dict[str, Callable[..., Any]] = {}
+    for layer in layers:
+        kind = form([layer])
+        if kind not in runs:
+            runs[kind] = compiled(_run_layer, f"layer{len(runs)}", mode=mode)
+        layer._compiled_call_impl = partial(_in_training, runs[kind], layer)
+
+
+def _in_training(run: Callable[..., Any], layer: nn.Module, x: Tensor) -> Any:
+    return (run if layer.training else _run_layer)(layer, x)
+
+
+def _run_layer(layer: nn.Module, x: Tensor) -> Any:
+    return layer._call_impl(x)  # type: ignore[no-untyped-call]
+
+
 def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile: bool, recompute: bool) -> None:
     """Compile each unit of a user's model, or recompute it in the backward to save memory; in place.
 
@@ -98,13 +116,19 @@ def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile:
             f"train.activation_checkpointing: found no repeated children in {type(model).__name__}; name the modules "
             "to recompute in model.units, or set activation_checkpointing: false"
         )
+    run = compiled(_run_forward, "unit") if compile and recompute else _run_forward
     for layer in layers:
-        if recompute:
-            layer.forward = partial(_forward_again, layer.forward, layer)
-        if compile:
+        if recompute:  # what is recomputed is compiled; the compiler does not support `context_fn`
+            forward = partial(run, layer.forward) if compile else layer.forward
+            layer.forward = partial(_forward_again, forward, layer)
+        elif compile:
             layer.compile()
     if compile and not layers:
         model.compile()
+
+
+def _run_forward(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return forward(*given, **named)
 
 
 def _forward_again(forward: Callable[..., Any], layer: nn.Module, *given: Any, **named: Any) -> Any:

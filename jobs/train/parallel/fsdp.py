@@ -22,7 +22,7 @@ from muster.ddp.checks import some_of
 from muster.ddp.collective_log import LOG
 from muster.ddp.primitives import all_gather, reduce_scatter
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.models.units import of_one_dtype, units_of
+from muster.jobs.train.models.units import Unit, of_one_dtype, repeated, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
 from muster.jobs.train.parallel.replica import Replica
@@ -53,7 +53,10 @@ class FsdpReplica(Replica):
         reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
         mesh = DeviceMesh.from_group(world.group, world.device.type)
-        for unit in units_of(module, settings.model):
+        for each in module.modules():
+            if isinstance(each, nn.RNNBase):  # on GPUs, it would copy the weights, and later gathers miss the copies
+                each.flatten_parameters = _nothing  # type: ignore[method-assign]
+        for unit in apart(module, units_of(module, settings.model)):
             for part in of_one_dtype(unit):
                 fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
         # By default the root's parameters stay whole after its forward, because the backward begins with them.
@@ -166,6 +169,35 @@ class FsdpReplica(Replica):
     def full_parameters(self) -> dict[str, Tensor]:
         """Gather the parameters."""
         return {name: whole(each, self.rows[name].detach()) for name, each in self.module.named_parameters()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def apart(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Replace each unit that shares a parameter with other parts of the module by its repeated children, as long as
+    there are some: `fully_shard` cannot share a parameter between units, so it belongs to the root.
+    """
+    users: dict[nn.Parameter, set[int]] = {}  # for each parameter the numbers of the units that use it, -1 for the root
+
+    def visit(part: nn.Module, number: int) -> None:
+        number = numbers.get(part, number)
+        for each in part.parameters(recurse=False):
+            users.setdefault(each, set()).add(number)
+        for child in part.children():
+            visit(child, number)
+
+    numbers = {part: number for number, unit in enumerate(units) for part in unit}
+    visit(module, -1)
+    shared = {number for each in users.values() if len(each) > 1 for number in each}
+    if shared.isdisjoint(numbers.values()):
+        return list(units)
+    kept = [
+        [unit] if number not in shared else [(child,) for part in unit for child in repeated(part)]
+        for number, unit in enumerate(units)
+    ]
+    return apart(module, [unit for each in kept for unit in each])
 
 
 class Marked:

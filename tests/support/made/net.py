@@ -202,3 +202,52 @@ def ragged() -> tuple[list[tuple[Tensor, int]], None]:
 
 def per_sample(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+class Side(nn.Module):
+    def __init__(self, shared: nn.Linear, width: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(width, width, bias=False)
+        self.shared.weight = shared.weight
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.shared(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Tied(nn.Module):
+    """Units share a parameter with the root, or with each other."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"one": nn.Linear(192, width, bias=False), "two": nn.Linear(width, width)})
+        shared = nn.Linear(width, width, bias=False)
+        self.sides = nn.ModuleList(Side(shared, width) for _ in range(2))
+        self.out, self.head = nn.Linear(192, width, bias=False), nn.Linear(width, 10)
+        self.out.weight = self.body["one"].weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = nn.functional.avg_pool2d(images, 4).flatten(1)
+        x = self.body["two"](torch.relu(self.body["one"](images)))
+        for side in self.sides:
+            x = side(x)
+        return self.head(x + self.out(images))
+
+
+def tied(compile: bool = False) -> Tied:
+    model = Tied()
+    if compile:
+        model.compile()
+    return model
+
+
+class Unsaved(Sign):
+    """An optimizer with state of a dtype that checkpoints do not have."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["odd"] = torch.zeros(2, dtype=torch.complex64)
