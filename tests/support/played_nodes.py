@@ -115,6 +115,9 @@ class PlayedNodes:
         self.supervisor = Supervisor(context, self, Console(quiet=True))  # type: ignore[arg-type]
         self.agents: list[PlayedAgent] = []
 
+    def printed(self, slot: int) -> str:
+        return ""
+
     async def start(self, gate: Any) -> None:
         self.agents = [PlayedAgent(self, slot) for slot in range(4)]
         for agent in self.agents:
