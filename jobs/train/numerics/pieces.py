@@ -116,10 +116,13 @@ def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile:
             f"train.activation_checkpointing: found no repeated children in {type(model).__name__}; name the modules "
             "to recompute in model.units, or set activation_checkpointing: false"
         )
-    run = compiled(_run_forward, "unit") if compile and recompute else _run_forward
+    runs: dict[str, Callable[..., Any]] = {}
     for layer in layers:
         if recompute:  # what is recomputed is compiled; the compiler does not support `context_fn`
-            forward = partial(run, layer.forward) if compile else layer.forward
+            forward, kind = layer.forward, form([layer])
+            if compile:
+                runs[kind] = runs.get(kind) or compiled(_run_forward, f"unit{len(runs)}")
+                forward = partial(runs[kind], forward)
             layer.forward = partial(_forward_again, forward, layer)
         elif compile:
             layer.compile()

@@ -76,6 +76,28 @@ def test_two_gpus_over_nccl_train_as_one_does(tmp_path: Path, mode: str) -> None
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("make", "mode", "more"),
+    [
+        ("recurrent", "fsdp", ""),  # cuDNN copies weights
+        *(("tied", mode, "compile: true, ") for mode in ("zero1", "zero2", "zero3", "fsdp", "ddp")),
+        *(("tied", mode, "compiled") for mode in ("zero1", "zero3", "fsdp", "ddp")),
+    ],
+)
+def test_own_models_tied_compiled_or_recurrent_train_as_plain_ones(
+    tmp_path: Path, make: str, mode: str, more: str
+) -> None:
+    net = ROOT / "tests" / "support" / "made" / "net.py"
+    text = f"ranks_per_node: 2\ntrain: {{data: {{make: '{net}:noisy'}}, batch_size: 12, steps: 4, device: cuda, "
+    plain = text + f"model: {{make: '{net}:{make}'}}, mode: allreduce}}"
+    args = ", args: {compile: true}" if more == "compiled" else ""
+    other = text + f"{more.replace('compiled', '')}model: {{make: '{net}:{make}'{args}}}, mode: {mode}}}"
+    _, wanted = train(tmp_path / "plain", plain)
+    _, found = train(tmp_path / "other", other)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-3)
+
+
+@pytest.mark.gpu(2)
 def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
     code = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count())"
     live = LiveRun(tmp_path, f"nodes: 2\ncommand: {json.dumps([sys.executable, '-c', code])}\n")

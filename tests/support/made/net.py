@@ -244,6 +244,19 @@ def tied(compile: bool = False) -> Tied:
     return model
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(96, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.lstm(images.transpose(1, 2).flatten(2))[0][:, -1])
+
+
+def recurrent() -> Recurrent:
+    return Recurrent()
+
+
 class Unsaved(Sign):
     """An optimizer with state of a dtype that checkpoints do not have."""
 
