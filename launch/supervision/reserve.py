@@ -7,6 +7,7 @@ Each wait is longer than the one before. Waits also grow with the node's losses,
 rarely interrupts the others.
 """
 
+import time
 from collections.abc import Collection
 from typing import Final
 
@@ -107,6 +108,12 @@ class Reserve:
         else:
             self.run_nodes.note_ways(list(used), [slot])
             self._in_vain(slot, now)
+
+    def avoid(self, slots: Collection[int]) -> None:
+        """Give up nodes on which a process cannot be killed, for the longest time."""
+        for slot in slots:
+            self.run_nodes.nodes[slot].losses = MOST_LOSSES
+            self.run_nodes.lose(slot, time.monotonic())
 
     def _due(self, node: NodeState) -> float:
         """Return when to try a node again (monotonic seconds)."""

@@ -45,7 +45,7 @@ from muster.launch.supervision.inbox import (
 from muster.launch.supervision.peer_memory import OF_MEMORY, Chosen, PeerMemory
 from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reloading import reload
-from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
+from muster.launch.supervision.reserve import FENCE_S, Reserve
 from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
 from muster.launch.supervision.space import wait_for_space
 from muster.launch.supervision.story import last_advice
@@ -107,8 +107,8 @@ class Supervisor:
             finally:
                 await self._farewell()
         if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
-            text = "checkpoint: had no effect, because the program opened no session (muster.session())"
-            self.log.tell("warning", text=text)
+            why = "the program opened no session (muster.session())"
+            self.log.tell("warning", text=f"checkpoint: had no effect, because {why}")
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
         self.progress_file.remove()
@@ -215,13 +215,15 @@ class Supervisor:
         """Run the current attempt to its end, record it, and decide what comes next."""
         attempt = self._current
         await self._pump(attempt.is_over)
+        if self.stop is None:  # a node was lost in the first start: the others, and spares, may be about to answer
+            await self._pump(
+                lambda: not self.run_nodes.missing or time.monotonic() > attempt.deadline or bool(self.stop)
+            )
         self.reloaded = await reload(attempt, self.memory, self._pump, lambda: self.stop is not None)
         over = time.time()
         for slot in [*self.run_nodes.missing]:  # give up the nodes that have not answered so far
             self.run_nodes.answered(slot)
-        for rank in attempt.unswept():  # a process there cannot be killed, so avoid the node
-            self.run_nodes.nodes[self.slots[rank]].losses = MOST_LOSSES
-            self.run_nodes.lose(self.slots[rank], time.monotonic())
+        self.reserve.avoid([self.slots[rank] for rank in attempt.unswept()])
         verdict, final = self._judge(attempt)
         asked = final or self.stop is not None or attempt.told is not None
         decision, choice = self.succession.follow(attempt, self.slots, verdict, asked=asked)
@@ -234,8 +236,7 @@ class Supervisor:
             following = f"attempt {attempt.number + 1} on {on or counted(len(choice.slots), 'node')}"
         in_place = choice is not None and attempt.regrouping is not None and self.reloaded is None
         in_memory = self.memory.newest_step() if choice is not None else 0
-        story, nodes = attempt.story, attempt.roster.nodes
-        row = story.row(nodes, verdict, following, over, in_place=in_place, in_memory=in_memory)
+        row = attempt.story.row(attempt.roster.nodes, verdict, following, over, in_place=in_place, in_memory=in_memory)
         self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
         if choice is not None:
             self.succession.announce(
@@ -493,8 +494,9 @@ class Supervisor:
     async def _farewell(self) -> None:
         """Dismiss every agent, then kill all processes that still have the run id in their environment."""
         self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
-        lost = [slot for slot, node in enumerate(self.run_nodes.nodes) if node.gone or node.hello is None]
-        await self.transport.close(lost)
+        await self.transport.close(
+            [slot for slot, node in enumerate(self.run_nodes.nodes) if node.gone or node.hello is None]
+        )
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their rank parent and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
