@@ -6,17 +6,28 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runrows import number, read_json, real
+from muster.launch.records.verdict import RankEnd, Stop
 from muster.launch.supervision.run_nodes import TICK_S
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Bye, FromAgent
 from muster.slurm.notice import TIME_LIMIT, Notice
+
+
+class SchedulerJob(Protocol):
+    """The scheduler's job in which a supervisor runs (`launch/scheduler/requeue.py`)."""
+
+    def cause(self, first: RankEnd | None) -> Stop | None:
+        """Return why the scheduler ended the attempt, according to its messages; None if it did not."""
+
+    def notice(self, *, limit: bool) -> Notice | None:
+        """Return why and when the scheduler is about to end the job; None if it is not."""
 
 
 @dataclass(frozen=True)

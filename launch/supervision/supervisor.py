@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError, RunFolderError, StorageError
@@ -37,6 +37,7 @@ from muster.launch.supervision.inbox import (
     NodeChannelClosed,
     Noticed,
     Refused,
+    SchedulerJob,
     StopRequest,
     TaskFailed,
     Tick,
@@ -53,17 +54,6 @@ from muster.launch.supervision.straggler_watch import watch_stragglers
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, Reached, Start, StopRanks, ToAgent
-from muster.slurm.notice import Notice
-
-
-class SchedulerJob(Protocol):
-    """The scheduler's job in which a supervisor runs (`launch/scheduler/requeue.py`)."""
-
-    def cause(self, first: RankEnd | None) -> Stop | None:
-        """Return why the scheduler ended the attempt, according to its messages; None if it did not."""
-
-    def notice(self, *, limit: bool) -> Notice | None:
-        """Return why and when the scheduler is about to end the job; None if it is not."""
 
 
 class Supervisor:
@@ -107,8 +97,8 @@ class Supervisor:
             finally:
                 await self._farewell()
         if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
-            why = "the program opened no session (muster.session())"
-            self.log.tell("warning", text=f"checkpoint: had no effect, because {why}")
+            text = "checkpoint: had no effect, because the program opened no session (muster.session())"
+            self.log.tell("warning", text=text)
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
         self.progress_file.remove()
@@ -494,9 +484,8 @@ class Supervisor:
     async def _farewell(self) -> None:
         """Dismiss every agent, then kill all processes that still have the run id in their environment."""
         self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
-        await self.transport.close(
-            [slot for slot, node in enumerate(self.run_nodes.nodes) if node.gone or node.hello is None]
-        )
+        lost = [slot for slot, node in enumerate(self.run_nodes.nodes) if node.gone or node.hello is None]
+        await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their rank parent and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
