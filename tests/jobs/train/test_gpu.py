@@ -98,6 +98,29 @@ def test_own_models_tied_compiled_or_recurrent_train_as_plain_ones(
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("keys", "rel"),
+    [
+        ("mode: bucketed, cuda_graph: true", 1e-3),
+        ("mode: zero1, cuda_graph: true", 1e-3),
+        ("mode: zero3", 1e-3),
+        ("mode: fsdp", 1e-3),
+        ("mode: ddp", 1e-3),
+        ("mode: 1f1b, microbatches: 3", 1e-3),
+        ("mode: tensor", 1e-3),
+        ("mode: bucketed, precision: bf16", 3e-2),
+    ],
+)
+def test_padded_batches_give_the_losses_of_one_process(tmp_path: Path, keys: str, rel: float) -> None:
+    padded = ROOT / "tests" / "support" / "made" / "padded.py"
+    gpt = "{d_model: 16, d_ff: 32, layers: 4, heads: 2, context: 8, vocabulary: 16}"
+    text = f"train: {{model: {gpt}, data: {{make: '{padded}:padded'}}, batch_size: 12, steps: 9, device: cuda, "
+    _, wanted = train(tmp_path / "one", f"ranks_per_node: 1\n{text}mode: single}}")
+    _, found = train(tmp_path / "two", f"ranks_per_node: 2\n{text}{keys}}}")
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=rel)
+
+
+@pytest.mark.gpu(2)
 def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
     code = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count())"
     live = LiveRun(tmp_path, f"nodes: 2\ncommand: {json.dumps([sys.executable, '-c', code])}\n")
