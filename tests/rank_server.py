@@ -130,6 +130,7 @@ def meet(world: World, folder: str) -> World:
         world_size=world.size,
         timeout=timedelta(seconds=30),
     )
+    dist.barrier()  # a rank that is done at once would close its connections while others still make theirs
     return World(world.rank, world.size, dist.group.WORLD, world.device)
 
 
