@@ -220,7 +220,7 @@ def run_steps(
         living.step_done(done)
         pace.step_done(done)
         if done == first + 1:
-            first_step_done(trainer, screen, done)
+            screen.first_step(done)
         lost = soundness.is_lost()
         if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
             metrics.flush()
@@ -235,12 +235,6 @@ def run_steps(
         soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
     engine.model.synchronize_buffers()
     return done
-
-
-def first_step_done(trainer: Trainer, screen: Screen, done: int) -> None:
-    """Report the first step, and list the state: what cannot be saved fails now, not after the last step."""
-    screen.first_step(done)
-    trainer.engine.held_state()
 
 
 def report_steps(

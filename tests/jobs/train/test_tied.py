@@ -19,6 +19,7 @@ from muster.jobs.train.models.made import make_model
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.parallel.fsdp import apart
 from muster.jobs.world.world import World
+from support.live import LiveRun
 
 MADE = Path(__file__).parents[2] / "support" / "made"
 JOB = {
@@ -78,8 +79,13 @@ def test_units_of_fsdp_that_share_a_parameter_are_cut_or_left_to_the_root(monkey
     assert apart(model, units) == [(two,), *((layer,) for side in model.sides for layer in side.layers)]
 
 
-def test_what_cannot_be_saved_ends_a_run_at_its_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(MADE)
-    with pytest.raises(KeyError, match="complex64"):
-        trained(World(0, 1, None, torch.device("cpu")), tmp_path, {"optimizer": {"make": "net.py:Unsaved", "lr": 0.1}})
-    assert len(list(read_lines(tmp_path / "0.jsonl"))) <= 1
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_cannot_be_saved_ends_a_run_at_its_first_step(tmp_path):
+    net = MADE / "net.py"
+    text = f"train: {{model: {{make: '{net}:tied'}}, data: {{make: '{net}:noisy'}}, mode: single, batch_size: 12, "
+    text += f"steps: 300, log_every: 100, optimizer: {{make: '{net}:Unsaved', lr: 0.1}}}}\n"
+    live = LiveRun(tmp_path, text + "checkpoint: {every_steps: 200}\n")
+    assert live.end() == 1, live.err
+    assert "complex64" in live.err
+    assert len(list(read_lines(live.run.metrics))) <= 1
