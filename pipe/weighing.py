@@ -27,7 +27,7 @@ class CountedLoss(NamedTuple):
     valid: Tensor
 
     def packed(self) -> Tensor:
-        """Return both numbers as one tensor, (2,), through which a backward can run. It is at least float32."""
+        """Return sum and count as one differentiable tensor of shape (2,), in float32 or wider."""
         mean = _wide(self.mean)
         return torch.stack([mean, self.valid.to(mean.dtype)])
 

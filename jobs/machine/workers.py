@@ -83,11 +83,11 @@ def _unmasked(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wake(*_: object) -> None:
-    """Interrupt a wait of the main thread, so that it calls the handler of another signal."""
+    """Do nothing: the signal itself makes the main thread run the pending handler."""
 
 
 def _obey(rank: Any) -> None:
-    """Read this worker's signals, and pass on those that it should obey."""
+    """Read the signals sent to this worker, and deliver those that it must obey. Runs in a thread."""
     held: signal.Signals | None = None  # a signal to obey once the rank has ended
     while True:
         info = signal.sigtimedwait(SIGNALS, IDLE_S if held is None else POLL_S)

@@ -51,7 +51,7 @@ class PeerMemory:
         self._answers: dict[Slot, wire.Fetched] = {}
         self._fetching: set[Slot] = set()  # nodes that were ordered to prepare a checkpoint
         self._is_loading = False  # while nodes fetch a checkpoint, nothing is deleted
-        self._is_newer = False  # meanwhile a newer one has become complete
+        self._is_newer = False  # a newer checkpoint became complete during the load
         self._begun: dict[str, float] = {}  # {checkpoint: when its first shard was reported, monotonic}
 
     # Copying --------------------------------------------------------------------------------------------------------

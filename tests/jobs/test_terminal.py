@@ -185,7 +185,7 @@ MANY = {
 @pytest.mark.parametrize("kind", MANY)
 @pytest.mark.parametrize("sanitise", [printable, shown, rank_line, last_state])
 def test_text_full_of_controls_is_translated_in_stretches(kind: str, sanitise: Callable[[str], str]) -> None:
-    """A call per character cost 300 times as much as plain text, on the event loop of the supervisor."""
+    """One call per character made control characters 300 times as slow as text, on the supervisor's event loop."""
     text, calls = MANY[kind] * (1 << 15), 0
     expected = sanitise(MANY[kind] * 100)
 

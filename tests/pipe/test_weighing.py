@@ -90,7 +90,7 @@ def test_padding_does_not_count(on_ranks, how, more, loss):
 
 
 def full(world: World) -> list[bool]:
-    """Return whether gradients summed over two full batches have the same bits counted as not counted."""
+    """Return whether counting targets leaves the bits of gradients of two full batches unchanged."""
     found = []
     for loss in (with_tensor, with_number, functional.cross_entropy):
         gradients = []

@@ -257,7 +257,7 @@ async def test_one_who_reads_nothing_of_what_is_not_awaited_holds_little_memory(
     ids=["lines", "title", "colour", "json", "many lines", "one long line"],
 )
 async def test_what_a_shells_start_files_print_is_passed_over(carrier, before: bytes, between: bytes) -> None:
-    """The text may stand before, behind or in one line with a message."""
+    """The text may precede a message, follow it, or share its line."""
     async with carrier() as (supervisor, agent):
         agent.writer.write(before + line(hello("10.0.0.1")))
         agent.writer.write(between)
