@@ -58,6 +58,7 @@ if os.environ["RANK"] == "0":
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
+dist.destroy_process_group()
 """
     live = LiveRun(tmp_path, two_by_two(code, start_timeout_s=1))
     assert live.end() == 0, live.err
