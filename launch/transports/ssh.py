@@ -42,7 +42,7 @@ class Ssh:
         return [ssh_argv(host, self.hosts, self.ssh, argv) for host, argv in zip(self.nodes, agents, strict=True)]
 
     def printed(self, slot: int) -> str:
-        """Return the end of what a node's shell or ssh has printed."""
+        """Return the last lines that a node's shell or ssh has printed."""
         return quoted(self._said[slot]()) if slot in self._said else ""
 
     async def start(self, gate: Gate) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         print(f"weights {sum(each.double().sum() for each in model.parameters()).item():.17g}")
-    dist.monitored_barrier()  # torch may abort if Python ends while a thread of gloo still frees a `barrier`
+    dist.monitored_barrier()  # `barrier` leaves work to a thread, and torch may abort if Python ends first
 
 
 if __name__ == "__main__":
