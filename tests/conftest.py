@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.box import BoxUser, LiveBox
+from support.cpu_seconds import spent
 from support.live import LiveRun
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
@@ -100,6 +101,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     gpu = item.get_closest_marker("gpu")
     if gpu is not None:
         require_gpus(*gpu.args or (1,))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Write the CPU seconds of each test into the file that `.ci/run` names."""
+    file = os.environ.get("CPU_SECONDS")
+    before = spent() if file else 0.0
+    result = yield
+    if file:
+        with Path(file).open("a", encoding="utf-8") as lines:
+            lines.write(f"{spent() - before:.2f}\ttest\t{item.nodeid}\n")
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)

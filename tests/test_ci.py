@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = (Path(__file__).resolve().parents[1] / ".ci/run").read_text(encoding="utf-8")
-FUNCTIONS = re.findall(r"^(?:stage|tests)\(\) \{.*?\}$", SCRIPT, re.MULTILINE | re.DOTALL)
+FUNCTIONS = SCRIPT[SCRIPT.index("stage() {") : SCRIPT.index('stage "system packages"')]
 ROWS = SCRIPT[SCRIPT.index("# Two rows of tests") :]
+COUNTER = Path(__file__).resolve().parents[1] / ".ci/cpu_seconds.py"
 HEADING = "!! FAILED THE FIRST TIME: "
 TESTS = """
 import pathlib
@@ -46,6 +47,8 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     tmp_path: Path, failures: str, code: int, again: list[int] | None
 ) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/cpu_seconds.py").symlink_to(COUNTER)
     for name, command in (("python", ""), ("pytest", " -m pytest")):
         (tmp_path / f".venv/bin/{name}").write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
         (tmp_path / f".venv/bin/{name}").chmod(0o755)
@@ -54,7 +57,8 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     script = "\n".join(
         [
             "set -euo pipefail",
-            *FUNCTIONS,
+            FUNCTIONS,
+            "stage core",
             "tests 'true && .venv/bin/pytest test_them.py' .pytest_cache test_them.py",
             "echo on",
         ]
@@ -81,13 +85,15 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
 def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
     """mypy and pytest are replaced by programs that record their arguments."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/cpu_seconds.py").symlink_to(COUNTER)
     called = 'echo "${0##*/} $*" >>calls; case "$0 $*" in *"$FAILS"*) exit 2; esac'
     for name, text in (("setup.sh", "exit 0"), (".venv/bin/mypy", called), (".venv/bin/pytest", called)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
     ended = subprocess.run(
-        ["bash", "-c", "\n".join(["set -euo pipefail", *FUNCTIONS, ROWS])],
+        ["bash", "-c", "\n".join(["set -euo pipefail", FUNCTIONS, ROWS])],
         cwd=tmp_path,
         env={**os.environ, "FAILS": fails},
         capture_output=True,
@@ -103,4 +109,6 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
     assert (Path(__file__).parents[1] / part).is_dir()
     folder = part.rpartition("/")[0]
     tests = ["-m core", f"{slow} --ignore={folder}", f"{slow} {part}", f"{slow} --ignore={part} {folder}"]
+    assert "CPU seconds: " in ended.stdout
+    assert "  mypy\n" in ended.stdout
     assert sorted(calls) == sorted(["mypy", *(f"pytest {words}" for words in (*tests, "-m cluster and not soak"))])
