@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from muster.jobs.basics.words import did_you_mean
+from muster.jobs.spec.gone import gone
 from muster.jobs.spec.yamlfile import Document, KeyPath, show, spell
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -120,9 +121,9 @@ def _add_mistakes(
         if path in within and all(_wanted(error) for error in group):
             continue  # a union: report the errors within the member that the user meant, not those of other members
         if group[0]["type"] == "extra_forbidden":
-            text = _unknown_within(path, model, prefix, above)
+            text = gone(str(path[-1])) or _unknown_within(path, model, prefix, above)
         else:
-            text = _message_for(group, _override(document, path))
+            text = gone(spell(path[-1:]), group[0]["input"]) or _message_for(group, _override(document, path))
         document.complain(path, text)
     return set(by_path)
 
