@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from muster.ddp.bucketed import FlatAllReduce as FlatAllReduce
     from muster.ddp.bucketed import OverlappedDDP as OverlappedDDP
     from muster.ddp.partition import DataPartitioner as DataPartitioner
-    from muster.ddp.replicas import Replicas as Replicas
 
 _HOME = {
     "AllReduce": "muster.ddp.after_backward",
@@ -20,7 +19,6 @@ _HOME = {
     "FlatAllReduce": "muster.ddp.bucketed",
     "GatherScatter": "muster.ddp.after_backward",
     "OverlappedDDP": "muster.ddp.bucketed",
-    "Replicas": "muster.ddp.replicas",
 }
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "FlatAllReduce",
     "GatherScatter",
     "OverlappedDDP",
-    "Replicas",
 ]
 
 

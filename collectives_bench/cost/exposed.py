@@ -140,14 +140,6 @@ def _pass_s(load: RankLoad, gradients: Sequence[PredictedBucket], passes: float)
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
 
 
-def _data_parallel(load: RankLoad, compute: Compute, times: Times) -> float:
-    """Return the seconds to copy all parameters to every other device, and all gradients back, over the devices' links.
-
-    All copies pass through the first device, one after another.
-    """
-    return 2 * (load.ranks - 1) * times.of("ping_pong", sum(load.gradient_sizes), ranks=2)
-
-
 def _gather_scatter(load: RankLoad, compute: Compute, times: Times) -> float:
     """Return the seconds to gather, average and scatter every gradient. Rank 0's link passes (n - 1) S bytes each way.
 
@@ -314,7 +306,6 @@ def _tensor(load: RankLoad, compute: Compute, times: Times) -> float:
 
 EXPOSED: Final[dict[str, Exposed]] = {
     "single": lambda load, compute, times: 0.0,
-    "data_parallel": _data_parallel,
     "gather_scatter": _gather_scatter,
     "allreduce": _allreduce,
     "flat": _flat,

@@ -103,7 +103,6 @@ WAYS: Final[dict[str, Way]] = {
     way.name: way
     for way in (
         Way("single", "single", "one rank with the whole batch"),
-        Way("data_parallel", "data", "one process copies the model to several devices in every step"),
         Way("gather_scatter", "data", "gather and scatter of every gradient through rank 0"),
         Way("allreduce", "data", "one all-reduce for each gradient, after the backward"),
         Way("flat", "data", "one all-reduce of all gradients, after the backward"),

@@ -129,9 +129,6 @@ def _of_fsdp(load: RankLoad) -> float:
 
 PASSED: Final[dict[str, Callable[[RankLoad], float]]] = {
     "single": lambda load: 0.0,
-    # On the first device: one gradient from another device, until it is added. (On CPUs, the process also holds the
-    # copies of all replicas, which are not counted.)
-    "data_parallel": lambda load: max(load.gradient_sizes),
     # On rank 0: the stacked gradient, the gathered gradients, the mean and the result.
     "gather_scatter": lambda load: max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather"))),
     # The hidden memory for the largest gradient, and its copy in another dtype.

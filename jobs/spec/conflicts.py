@@ -76,22 +76,6 @@ RECORDED: Final = (
     ),
 )
 
-REPLICATED: Final = (
-    *(
-        Conflict(
-            lambda s, key=key: getattr(s, key),  # type: ignore[misc]
-            f"data_parallel copies the model to every replica, which is not supported with {key}; set {key}: false, "
-            "or choose mode ddp",
-        )
-        for key in ("compile", "activation_checkpointing")
-    ),
-    Conflict(
-        lambda s: s.model.dropout > 0.0,
-        "data_parallel runs replicas in threads that share a random generator, so dropout is not reproducible; "
-        "set dropout: 0, or choose mode ddp",
-    ),
-)
-
 SPLIT_LAYERS: Final = (
     Conflict(
         lambda s: s.model.is_vgg,
@@ -238,7 +222,6 @@ UNORDERED: Final = (
 CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: True, ANY),
     (lambda s: s.cuda_graph is True, RECORDED),
-    (lambda s: s.sync == "data_parallel", REPLICATED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
     (lambda s: s.layerwise and s.mode_name == "zero3", (*LAYER_BY_LAYER, *EVERY_PARAMETER)),
@@ -297,7 +280,6 @@ def _by_units(settings: TrainRules) -> bool:
 
 
 READERS: Final = (
-    KeyReader(("replicas",), lambda settings: settings.sync == "data_parallel", "mode data_parallel"),
     KeyReader(("bucket_size_mb",), _has_buckets, "modes bucketed, zero1 and zero2"),
     KeyReader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 without layerwise, and fsdp"),
     KeyReader(

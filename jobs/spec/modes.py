@@ -18,7 +18,6 @@ from muster.jobs.basics.errors import RefusedError
 
 Sync = Literal[
     "none",
-    "data_parallel",
     "gather_scatter",
     "allreduce",
     "flat",
@@ -79,16 +78,13 @@ class Mode:
     phrase: str
 
 
-def _one_rank(name: str, sync: Sync) -> Callable[[int], Parallel]:
-    def expand(world_size: int) -> Parallel:
-        if world_size != 1:
-            raise RefusedError(
-                f"train.mode: {name} runs on one rank, but this job has {world_size}; set nodes: 1 and "
-                "ranks_per_node: 1, or choose a mode with several ranks, such as ddp"
-            )
-        return Parallel(sync=sync)
-
-    return expand
+def _single(world_size: int) -> Parallel:
+    if world_size != 1:
+        raise RefusedError(
+            f"train.mode: single runs on one rank, but this job has {world_size}; set nodes: 1 and "
+            "ranks_per_node: 1, or choose a mode with several ranks, such as ddp"
+        )
+    return Parallel()
 
 
 def _data_parallel(sync: Sync, zero: Zero = 0) -> Callable[[int], Parallel]:
@@ -117,14 +113,7 @@ TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
     for mode in (
-        Mode("single", _one_rank("single", "none"), _BITWISE, False, "one rank, nothing to synchronize"),
-        Mode(
-            "data_parallel",
-            _one_rank("data_parallel", "data_parallel"),
-            _BITWISE,
-            False,
-            "one rank copies the model to several devices in every step and runs a thread for each",
-        ),
+        Mode("single", _single, _BITWISE, False, "one rank, nothing to synchronize"),
         Mode(
             "gather_scatter",
             _data_parallel("gather_scatter"),
@@ -218,7 +207,6 @@ MODES: Final[dict[str, Mode]] = {
         Mode(TENSOR, _tensor, _ALONE_NEAR, False, "a part of every layer of a GPT on each rank"),
     )
 }
-ONE_RANK: Final = ("single", "data_parallel")
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
 PIPELINES: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).schedule)
 

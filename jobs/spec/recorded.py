@@ -20,7 +20,6 @@ IN_PLACE: Final = ("bucketed", "overlap", "flat")  # syncs whose averaging needs
 
 # Modes whose step cannot be recorded, with the work that the host has to do while the step runs.
 THROUGH_THE_HOST: Final = {
-    "data_parallel": "threads of the host run the replicas",
     "gather_scatter": "the host starts the messages with which rank 0 gathers gradients",
     "ddp": "PyTorch's wrapper decides on the host which bucket is ready",
     "zero3": "the host allocates and frees the memory of parameters within a step",

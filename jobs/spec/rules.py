@@ -138,10 +138,8 @@ class TrainRules(TrainFields):
     def virtual_world_size(self, world_size: int) -> int:
         """Return the number of shards of a global batch: `virtual_ranks` if exact (default 4), else one per rank.
 
-        Ranks that together hold one copy of the model share one shard. In mode data_parallel, each replica has one.
+        Ranks that together hold one copy of the model share one shard.
         """
-        if self.sync == "data_parallel":
-            return self.replicas
         if self.is_pipeline or self.splits_layers:
             return 1 if self.parallel is None else self.parallel.data
         return (self.virtual_ranks or 4) if self.exact else world_size

@@ -73,8 +73,6 @@ class ParallelSettings(Strict):
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
-        if self.sync == "data_parallel":
-            raise ValueError("sync: data_parallel is for one rank with several replicas; use mode: data_parallel")
         if self.data > 1 and self.sync == "none":
             raise ValueError(f"sync: none leaves the gradients of {self.data} data-parallel ranks different; set sync")
         if self.schedule is None:

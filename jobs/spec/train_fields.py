@@ -236,9 +236,6 @@ class TrainFields(Strict):
         description="with exact: parts of the batch, whose gradients are summed in a fixed order; default: 4",
         examples=[8],
     )
-    replicas: Positive = Field(
-        2, description="mode data_parallel: devices of the rank, each with a copy of the model; on CPUs, threads"
-    )
     grad_accumulation: Positive = Field(
         1, description="micro-batches of a step; only the last one communicates. Pipelines use microbatches instead"
     )

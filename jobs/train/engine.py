@@ -24,7 +24,6 @@ from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.weighing import weights_of
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
-from muster.jobs.train.parallel.replicated import ReplicatedStep
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 
@@ -54,8 +53,7 @@ class Engine:
             self.stages.attach(self.replica, self.scaler, model.whole.aliases)
         self.clip_norm = settings.clip_norm
         self.same_norm = settings.same_norm
-        runs = ReplicatedStep if settings.sync == "data_parallel" else Accumulation
-        self.runs = self.stages or runs(self.replica, numerics, self.scaler, settings)
+        self.runs = self.stages or Accumulation(self.replica, numerics, self.scaler, settings)
         self.weights = self.runs.weights = weights_of(settings, model.world.device, model.data_group)
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())

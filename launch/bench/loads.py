@@ -65,8 +65,6 @@ def load_of(
 
     settings = fixed(job, ranks).settings
     assert isinstance(settings, TrainSettings)
-    if settings.sync == "data_parallel":
-        ranks = max(ranks, settings.replicas)  # data_parallel: one rank drives several devices
     if microbatches is None:
         microbatches = given_microbatches(settings) or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:

@@ -26,8 +26,6 @@ def own_split(settings: "TrainSettings", load: "RankLoad") -> "tuple[Way, RankLo
     from muster.collectives_bench.cost.modes import WAYS
 
     way = WAYS[settings.mode_name]
-    if settings.sync == "data_parallel":  # one rank drives all devices, but the load counts each device as a rank
-        return way, load
     parallel = settings.split(load.ranks)
     if way.family not in ("pipe", "tensor"):
         return way, load

@@ -50,7 +50,7 @@ def replica_of(
     """
     if sync == "none" and world.size > 1:
         raise RefusedError(f"train.parallel: sync none runs on one rank, but this job has {world.size}; set a sync")
-    if sync in ("none", "data_parallel"):
+    if sync == "none":
         return Replica(module, world, clock)
     if sync == "fsdp":
         from muster.jobs.train.parallel.fsdp import FsdpReplica  # imports DTensor and sympy: 1.5 s of CPU time
@@ -134,4 +134,4 @@ def communication_dtype(settings: "TrainSettings") -> torch.dtype | None:
 
 def needs_group(split: Parallel) -> bool:
     """Return True if a job with this split needs a process group."""
-    return split.sync not in ("none", "data_parallel") or bool(split.schedule) or split.world_size > 1
+    return split.sync != "none" or bool(split.schedule) or split.world_size > 1
