@@ -178,7 +178,7 @@ train:
         "job.yaml:10: train.data: unknown data 'digts'; did you mean 'digits'? "
         "(valid: digits, cifar10, python-source, synthetic)",
         "job.yaml:11: train.mode: unknown mode 'alreduce'; did you mean 'allreduce'? "
-        "(valid: single, data_parallel, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, "
+        "(valid: single, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, "
         "fsdp, asynchronous, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
         "job.yaml:12: train.batch_size: must be a whole number, got 2.5",
         "job.yaml:13: train.optimzer: unknown key; did you mean 'optimizer'?",

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES, SHARDED, TENSOR, Parallel, mode_of
+from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, TENSOR, Parallel, mode_of
 
 SPLITS = {  # of 4 ranks
     **{name: Parallel(data=4, sync=name) for name in ("gather_scatter", "allreduce", "flat", "overlap", "bucketed")},
@@ -16,7 +16,7 @@ SPLITS = {  # of 4 ranks
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name not in ONE_RANK])
+@pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
 def test_every_mode_is_a_split_over_all_ranks_that_has_its_name(name: str) -> None:
     assert MODES[name].expand(4) == SPLITS[name]
     assert [MODES[name].expand(ranks).world_size for ranks in (1, 2, 7)] == [1, 2, 7]
@@ -28,19 +28,18 @@ def test_split_layers_go_by_that_name_however_gradients_are_averaged() -> None:
     assert mode_of(Parallel(pipe=2, tensor=2, schedule="1f1b")) == "1f1b"
 
 
-@pytest.mark.parametrize(("name", "split"), [("single", Parallel()), ("data_parallel", Parallel(sync="data_parallel"))])
-def test_some_modes_run_on_one_rank_only(name: str, split: Parallel) -> None:
-    assert MODES[name].expand(1) == split
-    assert mode_of(split) == name
-    with pytest.raises(RefusedError, match=f"{name} runs on one rank, but this job has 2; set nodes: 1"):
-        MODES[name].expand(2)
+def test_single_runs_on_one_rank_only() -> None:
+    assert MODES["single"].expand(1) == Parallel()
+    assert mode_of(Parallel()) == "single"
+    with pytest.raises(RefusedError, match="single runs on one rank, but this job has 2; set nodes: 1"):
+        MODES["single"].expand(2)
 
 
 @pytest.mark.parametrize(
     ("name", "promises"),
     #                  on 1       on 2       on 3 ranks
     [
-        *((name, ["bitwise", "bitwise", "bitwise"]) for name in ONE_RANK),
+        ("single", ["bitwise", "bitwise", "bitwise"]),
         ("gather_scatter", ["bitwise", "bitwise", "bitwise"]),
         ("allreduce", ["bitwise", "bitwise", "tight"]),
         *((name, ["bitwise", "bitwise", "bitwise"]) for name in ("model", "gpipe", "1f1b", "interleaved")),

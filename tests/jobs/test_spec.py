@@ -147,13 +147,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
         ),
         ({"mode": "interleaved", "chunks": 1}, "greater than or equal to 2"),
         ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
-        ({"mode": "data_parallel", "compile": True}, "not supported with compile; set compile: false, or choose mode"),
-        ({"mode": "data_parallel", "activation_checkpointing": True}, "not supported with activation_checkpointing"),
-        (
-            {**GPT, "model": {**SPLIT, "dropout": 0.1}, "mode": "data_parallel"},
-            "share a random generator, so dropout is not reproducible; set dropout: 0, or choose mode ddp",
-        ),
-        ({"parallel": {"data": 2, "sync": "data_parallel"}}, "is for one rank with several replicas; use mode: data_"),
         (
             {"batch_size_per_rank": 4, "batch_size": 8},
             r"give batch_size \(of all ranks together\) or batch_size_per_rank, not",

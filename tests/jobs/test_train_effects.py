@@ -37,7 +37,6 @@ PIPELINES = {
 SHARDED = {"zero1", "zero2", "zero3", "fsdp", "tensor x zero1"}
 # What the wrappers in jobs/train are given, written down a second time.
 READ: dict[str, tuple[Any, set[str]]] = {
-    "replicas": (3, {"data_parallel"}),
     "bucket_size_mb": (4.0, {"bucketed", "zero1", "zero2", "pipelines", "sharded pipelines", "tensor x zero1"}),
     "accumulate": ("sharded", SHARDED),
     "reshard_after_forward": (False, {"zero3", "fsdp"}),

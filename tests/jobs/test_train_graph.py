@@ -23,7 +23,6 @@ def settings(**more: Any) -> TrainSettings:
     [
         ({"device": "cpu"}, "cuda_graph needs a CUDA device, but device is cpu; remove one of them"),
         ({"mode": "ddp"}, "cuda_graph cannot be combined with ddp: .*; choose mode bucketed"),
-        ({"mode": "data_parallel"}, "cuda_graph cannot be combined with data_parallel: threads of the host"),
         ({"mode": "gather_scatter"}, "cuda_graph cannot be combined with gather_scatter: .*; choose mode bucketed"),
         ({"mode": "zero3"}, "cuda_graph cannot be combined with zero3: .*; choose mode bucketed"),
         ({"mode": "fsdp"}, "cuda_graph cannot be combined with fsdp: .*; choose mode bucketed"),

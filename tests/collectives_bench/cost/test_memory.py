@@ -89,12 +89,6 @@ def test_a_data_parallel_rank_holds_all_states_and_its_part_of_the_batch():
     assert shared.activations == alone.activations / 4
 
 
-def test_the_first_device_of_data_parallel_adds_one_gradient_at_a_time():
-    of = load()
-    assert memory("data_parallel", of).communication == max(of.gradient_sizes)
-    assert memory("data_parallel", of).activations == memory("ddp", of).activations
-
-
 def test_rank_0_of_gather_scatter_holds_n_times_the_largest_gradient_twice():
     largest = 512 * 512 * 9 * 4
     of = load()

@@ -64,10 +64,6 @@ def test_one_rank_exposes_nothing_in_any_mode(name):
     assert exposed(name, replace(VGG, ranks=1)) == 0.0
 
 
-def test_data_parallel_sends_n_minus_1_times_all_parameters_through_the_link_of_the_first_device_and_gradients_back():
-    assert exposed("data_parallel") == pytest.approx(2 * 3 * BYTES * 8 / GBIT, rel=1e-3)
-
-
 def test_gather_scatter_sends_n_minus_1_times_all_gradients_each_way_through_one_link():
     link_s = 2 * 3 * BYTES * 8 / GBIT
     assert exposed("gather_scatter") == pytest.approx(link_s + 7 * BYTES * 0.42e-9)

@@ -12,13 +12,13 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.modes import MODES, ONE_RANK, TENSOR
+from muster.jobs.spec.modes import MODES, TENSOR
 from support.live import LiveRun, wait_until
 from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
 APART = ("asynchronous", "terapipe")  # of which this file's last tests are
-SHARED = [name for name in MODES if name not in (*ONE_RANK, *APART, TENSOR)]
+SHARED = [name for name in MODES if name not in ("single", *APART, TENSOR)]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -212,11 +212,3 @@ def test_slices_of_sequences_train_on_two_gpus_as_whole_ones_on_one(tmp_path: Pa
     done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS  class near" in done.stdout
-
-
-@pytest.mark.gpu(2)
-def test_one_process_with_two_gpus_trains_as_two_processes_do(tmp_path: Path) -> None:
-    _, threads = train(tmp_path / "threads", job(mode="data_parallel") + "  replicas: 2\n")
-    _, processes = train(tmp_path / "processes", job(ranks=2, mode="allreduce"))
-    losses = [row["loss"] for row in processes]
-    assert [row["loss"] for row in threads] == pytest.approx(losses, rel=1e-4)

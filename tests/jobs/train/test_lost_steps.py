@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.saver import NotSaving
-from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES
+from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data import open_data
@@ -108,7 +108,7 @@ def trained(world: World, folder: str, what: str, steps: int, **settings: Any) -
 
 
 CASES = [
-    (name, {"mode": name}, 1 if name in ONE_RANK else 2) for name in MODES if name not in ("terapipe", "asynchronous")
+    (name, {"mode": name}, 1 if name == "single" else 2) for name in MODES if name not in ("terapipe", "asynchronous")
 ]
 CASES += [
     ("exact", {"mode": "bucketed", "exact": True}, 2),
@@ -123,7 +123,7 @@ CASES += [
 
 # .ci/run tries both poisons in some modes, and one in the others; none in those that differ only in how they send
 BOTH = {"single", "bucketed", "zero3", "tensor", "clipped zb1p"}
-RARELY = {"data_parallel", "allreduce", "overlap", "zero1", "zero2", "model", "gpipe", "1f1b", "zb1p", "clipped zero3"}
+RARELY = {"allreduce", "overlap", "zero1", "zero2", "model", "gpipe", "1f1b", "zb1p", "clipped zero3"}
 EACH = [
     pytest.param(
         *(what, settings, ranks),

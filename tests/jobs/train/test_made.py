@@ -14,7 +14,7 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.node.reports import Reporter
-from muster.jobs.spec.modes import MODES, ONE_RANK
+from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer, train
@@ -85,7 +85,7 @@ class _Job:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_every_mode_keeps_its_promise(on_ranks):
-    modes = [mode for mode in MODES if mode not in (*ONE_RANK, "terapipe", "asynchronous")]
+    modes = [mode for mode in MODES if mode not in ("single", "terapipe", "asynchronous")]
     assert on_ranks(2, verified, modes=modes) == [[], []]
 
 

@@ -26,7 +26,7 @@ PARAMETERS, BUCKETS = 22, 3  # of the tiny VGG: five convolutions with norms, th
 
 
 def test_every_way_to_synchronize_has_its_wrapper():
-    assert {*SYNCS, "none", "data_parallel", "fsdp"} == set(get_args(Sync))
+    assert {*SYNCS, "none", "fsdp"} == set(get_args(Sync))
 
 
 def build(world: World, settings: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.spec.job import Job
-from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES, TENSOR
+from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
@@ -22,7 +22,7 @@ GPT = {"model": MODEL, "data": "synthetic", "batch_size": 12, "steps": 8, "optim
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 60, "steps": 8, "optimizer": SGD, "evaluate": False}
 LOW = ["bf16", "fp16", "pure_bf16"]
 MODES_OF_MANY = [
-    name for name in MODES if name not in (*ONE_RANK, "asynchronous", "zero1", "zero2", TENSOR, *PIPELINES)
+    name for name in MODES if name not in ("single", "asynchronous", "zero1", "zero2", TENSOR, *PIPELINES)
 ]  # as zero3
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.job import Job
-from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES
+from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.verify import reproducible, verify
 from muster.jobs.world.world import World
@@ -16,7 +16,7 @@ from muster.jobs.world.world import World
 MADE = Path(__file__).parents[2] / "support" / "made"
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}  # moves a parameter also by a gradient of zero
 KEY = {"find_unused_parameters": True}
-NATIVE = ("single", "data_parallel", "fsdp", *(mode for mode in PIPELINES if mode != "terapipe"))  # need no key
+NATIVE = ("single", "fsdp", *(mode for mode in PIPELINES if mode != "terapipe"))  # need no key
 ASKING = [mode for mode in MODES if mode not in (*NATIVE, "tensor", "terapipe", "asynchronous")]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -46,16 +46,14 @@ def on_two(on_ranks, jobs: list[dict], **given) -> list[str]:
 
 
 def test_unused_parameters_are_trained_as_in_one_process(on_ranks):
-    jobs = [{"mode": mode, **(KEY if mode in ASKING else {})} for mode in MODES if mode in (*ASKING, *NATIVE)]
-    many = [job for job in jobs if job["mode"] not in ONE_RANK]
+    many = [{"mode": mode, **(KEY if mode in ASKING else {})} for mode in (*ASKING, *NATIVE) if mode != "single"]
     more = [
         {"mode": mode, **KEY, **keys}
         for mode in ("bucketed", "zero3")
         for keys in ({"exact": True, "clip_norm": 0.5}, {"precision": "pure_bf16"}, {"grad_accumulation": 2})
     ]
     assert set(on_two(on_ranks, many + more)) == {""}
-    alone = [job for job in jobs if job["mode"] in ONE_RANK]
-    assert on_ranks(1, ends, group=False, jobs=alone) == [[""] * len(alone)]
+    assert on_ranks(1, ends, group=False, jobs=[{"mode": "single"}]) == [[""]]
 
 
 def test_so_are_parameters_that_only_some_ranks_use(on_ranks):

@@ -13,7 +13,7 @@ from muster.ddp.after_backward import AllReduce, GatherScatter
 from muster.ddp.base import DataParallel
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.job import Job
-from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES, SHARDED, TENSOR
+from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, TENSOR
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}
 GPT = {"model": SMALL_GPT, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
 OF_MANY = [
-    name for name in MODES if name not in (*ONE_RANK, "asynchronous", TENSOR, *PIPELINES)
+    name for name in MODES if name not in ("single", "asynchronous", TENSOR, *PIPELINES)
 ]  # test_tensor.py, test_pipeline.py
 WHOLE = [name for name in OF_MANY if name not in SHARDED]  # every rank has all of the state
 # State that is shared out is tried on fewer worlds here: test_sharded.py has every stage on each of them, exact.
@@ -57,7 +57,7 @@ def both(world: World, mode: str, steps: int = 2) -> list[dict | None]:
 def check(on_ranks, world_size: int, **train) -> dict:
     steps = train.pop("steps", 3)
     train |= SMALL_BUCKETS.get(train["mode"], {})
-    record = on_ranks(world_size, verify, group=train["mode"] not in ONE_RANK, train=train, steps=steps)[0]
+    record = on_ranks(world_size, verify, group=train["mode"] != "single", train=train, steps=steps)[0]
     assert record["pass"], failures(record)
     return record
 
@@ -73,21 +73,6 @@ def not_bitwise(record: dict) -> list[str]:
 @pytest.mark.parametrize("train", [VGG, GPT], ids=["vgg", "gpt"])
 def test_single_is_bitwise_the_reference(on_ranks, train):
     assert not_bitwise(check(on_ranks, 1, mode="single", **train)) == []
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {**VGG, "batch_size": 33},
-        {**VGG, "batch_size": 478, "replicas": 4, "epochs": 2, "steps": 5},  # the fourth batch has three samples
-        {**GPT, "grad_accumulation": 2, "clip_norm": 0.5, "replicas": 3},
-        {**GPT, "precision": "fp16"},
-    ],
-    ids=["vgg", "empty shard", "accumulation", "fp16"],
-)
-def test_replicas_in_threads_are_bitwise_the_reference(on_ranks, more):
-    record = check(on_ranks, 1, mode="data_parallel", **more)
-    assert (record["virtual_ranks"], not_bitwise(record)) == (more.get("replicas", 2), [])
 
 
 @pytest.mark.parametrize(("mode", "world_size"), only_some(WORLDS, KEPT))

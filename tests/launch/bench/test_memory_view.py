@@ -8,10 +8,6 @@ import pytest
 from muster.collectives_bench.cost.modes import WAYS
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.shapes import GPT_SHAPES
-from muster.jobs.spec.job import Job
-from muster.jobs.spec.train import TrainSettings
-from muster.launch.bench.loads import load_of
-from muster.launch.bench.own_split import own_split
 from muster.launch.cli import main
 
 JOB = """
@@ -51,22 +47,6 @@ def test_every_mode_has_a_line_and_the_job_s_own_is_marked(capsys, job):
     assert [line.split()[line.startswith("*")] for line in lines] == list(WAYS)
     assert [line.split()[1] for line in lines if line.startswith("*")] == ["zero2"]
     assert {line.split()[0] for line in lines if "not built yet" in line} == {n for n in WAYS if not WAYS[n].is_built}
-
-
-def test_the_replicas_of_one_rank_divide_its_batch(capsys, tmp_path):
-    path = tmp_path / "replicas.yaml"
-    path.write_text(
-        "name: replicas\ntrain: {model: vgg11, data: digits, mode: data_parallel, replicas: 4}\n", encoding="utf-8"
-    )
-    found = record(capsys, str(path))
-    assert found["data_parallel"]["is_jobs"]
-    assert found["data_parallel"]["memory"]["activations"] * 4 == found["single"]["memory"]["activations"]
-    settings = TrainSettings.model_validate(
-        {"model": "vgg11", "data": "digits", "mode": "data_parallel", "replicas": 4}
-    )
-    job = Job(name="replicas", kind="train", settings=settings)
-    way, load = own_split(settings, load_of(job, ranks=1, backend="gloo"))
-    assert (way.name, load.ranks) == ("data_parallel", 4)
 
 
 def test_records_are_bytes(capsys, job):
