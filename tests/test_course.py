@@ -1,7 +1,13 @@
-"""Commands of docs/course.md: their options exist, and their settings fit a job. Its console blocks run elsewhere."""
+"""Commands of docs/course.md: their options exist, and their settings fit a job. Its console blocks run elsewhere.
 
+Programs of `jobs/examples/course/` that need several ranks run here.
+"""
+
+import os
 import re
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,3 +38,37 @@ def test_settings_of_the_page_fit_a_job(words: str) -> None:
     default = "jobs/examples/gpt-nano.yaml" if "tensor" in words else "jobs/examples/vgg11.yaml"
     job = next((each for each in given if each.endswith(".yaml") and each != "JOB.yaml"), default)
     load_job(ROOT / job, KINDS, (*overrides, *swept), allow_unread=True)
+
+
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "ranks"), [(["muster", "run", "-n"], 2), (TORCHRUN, 3)], ids=["muster", "torchrun"])
+def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
+    tmp_path: Path, start: list[str], ranks: int
+) -> None:
+    program = str(ROOT / "jobs/examples/course/replicas.py")
+    done = subprocess.run(
+        [sys.executable, "-m", *start, str(ranks), program, "--steps", "4", "--width", "256"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MUSTER_RUNS": str(tmp_path / "runs")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = re.compile(r"^(.*\S) +[\d.]+ +([\d.]+) +(\d\.\de[+-]\d\d) +([\d.]+) MB +([\d.]+) MB$", re.MULTILINE)
+    rows = {name.strip(): found for name, *found in row.findall(done.stdout)}
+    assert list(rows) == ["one process", "replicas", "ddp"]
+    assert len({loss for loss, *_ in rows.values()}) == 1
+    assert max(float(difference) for _, difference, *_ in rows.values()) < 2e-6  # float32: another order of sums
+    width, samples = 256, 32
+    parameters = 4 * ((256 + 1) * width + 2 * (width + 1) * width + (width + 1) * 10)
+    inputs, outputs = (4 * samples * each for each in (256, 10))
+    sent = (ranks - 1) * (parameters + inputs + outputs)  # and the gradients of the outputs
+    received = (ranks - 1) * (parameters + outputs)
+    ring = 2 * (ranks - 1) / ranks * parameters
+    assert rows["replicas"][2:] == [f"{nbytes / 1e6:.3f}" for nbytes in (sent, received)]
+    assert rows["ddp"][2:] == [f"{ring / 1e6:.3f}"] * 2

@@ -2,8 +2,14 @@
 
 from typing import Any, Final
 
+_REPLICAS: Final = "jobs/examples/course/replicas.py shows replicas in one process"
+
 # A key, or a key and its value: the last version that had it, and what to do instead.
-GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {}
+GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
+    ("mode", "data_parallel"): ("0.1.0", f"choose mode ddp, with a rank for each device; {_REPLICAS}"),
+    ("sync", "data_parallel"): ("0.1.0", f"choose sync ddp, with a rank for each device; {_REPLICAS}"),
+    "replicas": ("0.1.0", f"remove it, and choose mode ddp with as many ranks; {_REPLICAS}"),
+}
 
 
 def gone(key: str, value: Any = None) -> str:

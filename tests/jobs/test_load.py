@@ -190,6 +190,19 @@ train:
     ]
 
 
+def test_replicas_in_one_process_are_gone_and_the_message_names_what_to_use(write: Write) -> None:
+    where = "is gone, 0.1.0 was the last version with it"
+    program = "jobs/examples/course/replicas.py shows replicas in one process"
+    assert complaints(write("train: {model: vgg11, data: digits, mode: data_parallel, replicas: 2}\n")) == [
+        f"job.yaml:1: train.mode: mode: data_parallel {where}; choose mode ddp, with a rank for each device; {program}",
+        f"job.yaml:1: train.replicas: replicas {where}; remove it, and choose mode ddp with as many ranks; {program}",
+    ]
+    assert complaints(write("train: {model: vgg11, data: digits, parallel: {data: 2, sync: data_parallel}}\n")) == [
+        f"job.yaml:1: train.parallel.sync: sync: data_parallel {where}; choose sync ddp, with a rank for each device; "
+        f"{program}"
+    ]
+
+
 @pytest.mark.parametrize("key", ["kind", "settings"])
 def test_what_the_section_says_cannot_be_said_again(write: Write, key: str) -> None:
     assert complaints(write(f"{TRAIN}{key}: train\n"))[0].startswith(f"job.yaml:2: {key}: unknown key")

@@ -3,9 +3,9 @@
     muster run -n 2 jobs/examples/course/replicas.py [--steps 20] [--width 1024]
     torchrun --nproc-per-node 2 jobs/examples/course/replicas.py
 
-    first device   batch ──> replicate ──> outputs ─ loss ─ their gradients ──> sum of gradients ─ optimizer step
-                     │           │            ^                    │              ^
-    all devices      └> a part   └> copies ───┴ forward            └─ backward ───┘
+    first device    batch      weights       outputs ─ loss ─ their gradients    sum of gradients ─ optimizer step
+                      │          │              ^                    │                  ^
+    every device      └> a part  └> a copy ─ forward                 └> backward ───────┘
 
 Rank 0 trains alone, on the whole batches, and then with replicas, while the other ranks wait. Then all ranks train with
 DDP. All three start from the same weights and read the same batches. A replica has a thread and a GPU. If there are
@@ -182,12 +182,12 @@ def main() -> None:
     processes = with_ddp(args, devices[rank])
     if rank == 0:
         nbytes = sum(each.nbytes for each in alone.parameters)
-        print(f"{ranks} ranks on {devices[0].type}, {nbytes / 1e6:.2f} MB of parameters, {args.steps} steps")
+        print(f"{ranks} ranks on {devices[0].type}, {nbytes / 1e6:.3f} MB of parameters, {args.steps} steps")
         print("             ms a step  last loss  from one process  busiest device sends  receives")
         for name, each in {"one process": alone, "replicas": threads, "ddp": processes}.items():
             print(
                 f"{name:11}  {1e3 * statistics.median(each.seconds):9.2f}  {each.losses[-1]:9.4f}"
-                f"  {each.difference(alone):16.1e}  {each.sent / 1e6:17.2f} MB  {each.received / 1e6:5.2f} MB"
+                f"  {each.difference(alone):16.1e}  {each.sent / 1e6:17.3f} MB  {each.received / 1e6:.3f} MB"
             )
     dist.monitored_barrier()  # `barrier` leaves work to a thread, and torch may abort if Python ends first
     dist.destroy_process_group()
