@@ -158,7 +158,8 @@ class Engine:
 
     def seeds(self, step: int, shards: Sequence[ShardInput]) -> list[int]:
         """List the seeds of a step's forwards, in order."""
-        return self.runs.seeds(step, shards) if isinstance(self.runs, Accumulation) else []
+        assert isinstance(self.runs, Accumulation)
+        return self.runs.seeds(step, shards)
 
     @contextmanager
     def seeded_by(self, seed: Callable[[int], None]) -> Iterator[None]:

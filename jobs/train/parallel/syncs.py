@@ -48,9 +48,9 @@ def replica_of(
     Raises:
         RefusedError: if sync is none but several ranks have the same layers.
     """
-    if sync == "none" and world.size > 1:
-        raise RefusedError(f"train.parallel: sync none runs on one rank, but this job has {world.size}; set a sync")
     if sync == "none":
+        if world.size > 1:
+            raise RefusedError(f"train.parallel: sync none runs on one rank, but this job has {world.size}; set a sync")
         return Replica(module, world, clock)
     if sync == "fsdp":
         from muster.jobs.train.parallel.fsdp import FsdpReplica  # imports DTensor and sympy: 1.5 s of CPU time
