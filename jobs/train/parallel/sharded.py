@@ -37,14 +37,6 @@ class ShardedReplica(WrappedReplica):
         if marks_waits:
             wrapper.on_wait = clock.wait
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch.
-
-        When this returns for the last one, each rank has its share of the mean.
-        """
-        torch.autograd.backward(loss)
-        self.clock.lap("backward")
-
     def gradients(self) -> list[Tensor]:
         """Return this rank's share of the mean gradients."""
         self.clock.phase = "optimizer"
