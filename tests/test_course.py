@@ -45,6 +45,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.timeout(250)
 @pytest.mark.parametrize(("start", "ranks"), [(["muster", "run", "-n"], 2), (TORCHRUN, 3)], ids=["muster", "torchrun"])
 def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
     tmp_path: Path, start: list[str], ranks: int
@@ -56,7 +57,7 @@ def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
         env={**os.environ, "OMP_NUM_THREADS": "1", "MUSTER_RUNS": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     row = re.compile(r"^(.*\S) +[\d.]+ +([\d.]+) +(\d\.\de[+-]\d\d) +([\d.]+) MB +([\d.]+) MB$", re.MULTILINE)

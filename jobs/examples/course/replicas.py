@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-LOSS = nn.CrossEntropyLoss()
 SAMPLES, FEATURES, CLASSES = 32, 256, 10  # samples of a batch for each rank
 
 
@@ -42,11 +41,10 @@ class Replicas:
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch, and add its gradients to those of the first module."""
-        parts = self._scatter(inputs)
         self._replicate()
-        outputs = list(self.threads.map(lambda module, part: module(part), self.modules, parts))
+        outputs = list(self.threads.map(forward, self.modules, self._scatter(inputs)))
         gathered = torch.cat([outputs[0].detach(), *(self._receive(each.detach()) for each in outputs[1:])])
-        loss: Tensor = LOSS(gathered.requires_grad_(), targets)
+        loss = nn.functional.cross_entropy(gathered.requires_grad_(), targets)
         (gradient,) = torch.autograd.grad(loss, gathered)
         # On GPUs, autograd has a thread for each device. On CPUs, the backward runs in the thread that calls it.
         list(self.threads.map(lambda output, part: output.backward(part), outputs, self._scatter(gradient)))
@@ -84,7 +82,7 @@ class Replicas:
 class Trained:
     """The losses and seconds of all steps, the final parameters, and the bytes of a step at the busiest device."""
 
-    losses: list[float]
+    losses: Tensor
     seconds: list[float]
     parameters: list[Tensor]
     sent: int = 0
@@ -92,9 +90,16 @@ class Trained:
 
     def difference(self, other: "Trained") -> float:
         """Return the largest difference of a loss or a parameter."""
-        losses = max(abs(mine - theirs) for mine, theirs in zip(self.losses, other.losses, strict=True))
-        pairs = zip(self.parameters, other.parameters, strict=True)
-        return max(losses, *((mine - theirs).abs().max().item() for mine, theirs in pairs))
+        pairs = zip([self.losses, *self.parameters], [other.losses, *other.parameters], strict=True)
+        return max((mine - theirs).abs().max().item() for mine, theirs in pairs)
+
+
+def forward(module: nn.Module, part: Tensor) -> Tensor:
+    """Run a module in this thread, which starts without a CUDA context."""
+    if part.is_cuda:
+        torch.cuda.set_device(part.device)
+    outputs: Tensor = module(part)
+    return outputs
 
 
 def build(width: int) -> nn.Module:
@@ -113,7 +118,7 @@ def batches(args: argparse.Namespace, ranks: int, device: torch.device) -> Itera
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of a batch, and add its gradients to those of the model."""
-    loss: Tensor = LOSS(model(inputs), targets)
+    loss = nn.functional.cross_entropy(model(inputs), targets)
     loss.backward()
     return loss.detach()
 
@@ -129,7 +134,8 @@ def train(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]], step: Callabl
         optimizer.step()
         losses.append(loss.item())  # waits for the GPU
         seconds.append(time.perf_counter() - began)
-    return Trained(losses, seconds, [each.detach().cpu() for each in model.parameters()])
+    parameters = [each.detach().cpu() for each in model.parameters()]
+    return Trained(torch.tensor(losses, dtype=torch.float64), seconds, parameters)
 
 
 def with_replicas(args: argparse.Namespace, devices: Sequence[torch.device], cores: set[int]) -> Trained:
@@ -149,13 +155,11 @@ def with_ddp(args: argparse.Namespace, device: torch.device) -> Trained:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
     model = DistributedDataParallel(build(args.width).to(device), process_group=group)
-    parts = (
-        (inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank]) for inputs, targets in batches(args, ranks, device)
-    )
+    data = batches(args, ranks, device)
+    parts = ((inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank]) for inputs, targets in data)
     trained = train(model, parts, partial(backward, model))
-    losses = torch.tensor(trained.losses, dtype=torch.float64)
-    dist.all_reduce(losses)
-    trained.losses = (losses / ranks).tolist()
+    dist.all_reduce(trained.losses)
+    trained.losses /= ranks
     # Every rank of a ring's all-reduce sends and receives as many bytes.
     trained.sent = trained.received = 2 * (ranks - 1) * sum(each.nbytes for each in trained.parameters) // ranks
     return trained
@@ -167,7 +171,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=1024, help="width of the model's inner layers")
     args = parser.parse_args()
-
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     on_gpus = torch.cuda.device_count() >= ranks
