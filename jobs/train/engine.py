@@ -183,7 +183,7 @@ class Engine:
 
     def figures(self) -> dict[str, Tensor]:
         """Return additional metrics columns for the last step, as scalars that may still be on the device."""
-        return self.scaler.row() | self.replica.figures()
+        return self.scaler.row()
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode.

@@ -179,7 +179,7 @@ train:
         "(valid: digits, cifar10, python-source, synthetic)",
         "job.yaml:11: train.mode: unknown mode 'alreduce'; did you mean 'allreduce'? "
         "(valid: single, data_parallel, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, "
-        "fsdp, asynchronous, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
+        "fsdp, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
         "job.yaml:12: train.batch_size: must be a whole number, got 2.5",
         "job.yaml:13: train.optimzer: unknown key; did you mean 'optimizer'?",
         "job.yaml:14: train.exact: must be true or false, got 'on'; YAML 1.2 has only true and false",

@@ -14,7 +14,6 @@ from muster.pipe.schedules.slicing import equal_slices
 
 LEFT_OUT: Final = (
     "data_parallel",
-    "asynchronous",
     "model",
 )  # another program, other results, and gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step

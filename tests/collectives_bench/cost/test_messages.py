@@ -27,7 +27,7 @@ VGG = {**GPT, "model": "vgg-tiny", "data": "digits"}
 TWICE = {"grad_accumulation": 2}
 REGION = {"begin_sum": "all_reduce", "begin_maximum": "all_reduce", "begin_gather": "all_gather"}
 REGION["begin_scatter_sum"] = "reduce_scatter"
-NO_MESSAGES = ("single", "data_parallel", "asynchronous")  # servers are called point to point
+NO_MESSAGES = ("single", "data_parallel")
 PADDED = 0.3  # shards of sharded parameters are aligned: a tiny layer grows
 
 

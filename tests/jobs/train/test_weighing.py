@@ -41,11 +41,10 @@ JOB = {
     "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9},
 }
 STEPS = 3
-LEAVING = ("asynchronous", "data_parallel")
 # virtual ranks, and micro-batches of three samples or fewer
 IN_PARTS = {name: {"microbatches": 3} if name in PIPELINES else {"grad_accumulation": 3} for name in MODES}
 IN_PARTS |= {"tensor": {}, "model": {}, "terapipe": {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}}
-OF_TWO = [name for name in MODES if name not in (*ONE_RANK, *LEAVING)]
+OF_TWO = [name for name in MODES if name not in ONE_RANK]
 EXACT = [name for name in OF_TWO if MODES[name].can_be_exact]
 PRODUCTS = (
     {"data": 2, "pipe": 2, "schedule": "1f1b", "microbatches": 3, "sync": "bucketed"},

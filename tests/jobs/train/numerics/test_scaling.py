@@ -123,9 +123,7 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "mode", [name for name in MODES if name not in (*ONE_RANK, "asynchronous", *PIPELINES)] + ["1f1b"]
-)
+@pytest.mark.parametrize("mode", [name for name in MODES if name not in (*ONE_RANK, *PIPELINES)] + ["1f1b"])
 def test_every_rank_leaves_out_the_step_in_which_one_rank_overflowed(on_ranks, mode):
     first, *others = on_ranks(2, overflow, mode=mode, accumulate=2)
     assert all(each == first for each in others)
