@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 COURSE: Final = ROOT / "jobs/examples/course"
 PAGE = (ROOT / "docs/course.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"`(muster [^`]+)`", PAGE)))
-ROW: Final = r"^ +(\d+) +(\d+) +[\d.]+ +(\d\.\d{6})$"  # update, parts, seconds, loss
+ROW: Final = r"^ +(\d+) +(\d+) +[\d.]+ +(0\.\d+)$"  # update, parts, seconds, loss
 SETTINGS = sorted({each for each in re.findall(r"`([^`]*--set [^`]+)`", PAGE) if "--parameters" not in each})
 
 

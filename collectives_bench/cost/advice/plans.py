@@ -12,10 +12,7 @@ from muster.jobs.spec.modes import PIPELINES, TENSOR
 from muster.jobs.spec.recorded import IN_PLACE, THROUGH_THE_HOST
 from muster.pipe.schedules.slicing import equal_slices
 
-LEFT_OUT: Final = (
-    "data_parallel",
-    "model",
-)  # another program, other results, and gpipe is never slower
+LEFT_OUT: Final = ("data_parallel", "model")  # another program, and gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 SLICED: Final = "terapipe"
 SLICE_COUNTS: Final = (2, 4, 8, 16)  # the numbers of slices per sequence that the search compares

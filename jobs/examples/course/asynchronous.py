@@ -140,16 +140,16 @@ def report(name: str, training: Training, losses: list[float]) -> None:
     print(f"{name}: staleness of {len(training.staleness)} gradients: mean {mean:.2f}, max {max(counts)}")
     for staleness, count in sorted(counts.items()):
         print(f"  {staleness:3}  {count:5}  {'#' * -(-BAR * count // max(counts.values()))}")
-    print("  update  part  seconds      loss")
+    print("  update  part  seconds  loss")
     last = len(losses) - 1
     for update in sorted({last * row // SHOWN for row in range(SHOWN + 1)}):
         seconds, parts, _ = training.updates[update]
-        print(f"  {update:6}  {parts:4}  {seconds:7.3f}  {losses[update]:.6f}")
+        print(f"  {update:6}  {parts:4}  {seconds:7.3f}  {losses[update]:8.6g}")
 
 
 def reached(training: Training, losses: list[float], wanted: float) -> str:
-    """Return how many updates, parts and seconds a training took until its loss was at most `wanted`."""
-    update = next(number for number, loss in enumerate(losses) if loss <= wanted)
+    """Return how many updates, parts and seconds a training took until its loss was at most `wanted`; all, if never."""
+    update = next((number for number, loss in enumerate(losses) if loss <= wanted), len(losses) - 1)
     seconds, parts, _ = training.updates[update]
     return f"{update} updates, {parts} parts, {seconds:.3f} s"
 
@@ -188,7 +188,7 @@ def main() -> None:
         found.append((name, training, losses))
     if rank == 0:
         wanted = max(losses[-1] for _, _, losses in found)
-        print(f"to a loss of {wanted:.6f}")
+        print(f"to a loss of {wanted:.4g}")
         for name, training, losses in found:
             print(f"  {name:16}  {reached(training, losses, wanted)}")
     dist.monitored_barrier()  # `barrier` leaves work to a thread, and torch may abort if Python ends first
