@@ -5,13 +5,13 @@ from typing import Any, Final
 
 from pydantic_core import ErrorDetails
 
-_PROGRAM: Final = "jobs/examples/course/asynchronous.py shows training with a parameter server"
+_SERVER: Final = "jobs/examples/course/asynchronous.py shows training with a parameter server"
 
 # A key, or a key and its value: the last version that had it, and what to do instead.
 GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
-    ("mode", "asynchronous"): ("0.1.0", f"choose mode bucketed or ddp; {_PROGRAM}"),
-    ("sync", "asynchronous"): ("0.1.0", f"choose sync bucketed or ddp; {_PROGRAM}"),
-    "servers": ("0.1.0", f"remove it; {_PROGRAM}"),
+    ("mode", "asynchronous"): ("0.1.0", f"choose mode bucketed or ddp; {_SERVER}"),
+    ("sync", "asynchronous"): ("0.1.0", f"choose sync bucketed or ddp; {_SERVER}"),
+    "servers": ("0.1.0", f"remove it; {_SERVER}"),
 }
 
 

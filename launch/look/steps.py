@@ -15,8 +15,9 @@ from typing import Final
 import numpy
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
+from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.fields import text
 from muster.launch.look.memories import read_memories
 from muster.launch.look.rank_rows import COLUMN, LossRow, Table, over_ranks, read_rank, read_run
 from muster.launch.look.stragglers import with_stragglers
@@ -186,8 +187,8 @@ def _job(run: RunDir) -> tuple[str, int | None]:
     try:
         settings = loads.train_job(str(run.job), ()).settings
     except MusterError:
-        modes = ["", *(row["mode"] for row in typed_lines(run.attempts) if "mode" in row)]
-        return modes[-1], None
+        modes = [text(row.get("mode")) for row in read_lines(run.attempts)]
+        return (modes and modes[-1]) or "", None
     assert isinstance(settings, TrainSettings)
     return split_text(settings), settings.batch_size
 

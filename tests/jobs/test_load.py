@@ -200,6 +200,18 @@ def test_a_missing_file_is_named_with_the_one_that_was_meant(write: Write) -> No
     assert complaints(Path("jobb.yaml")) == ["jobb.yaml: no such file; did you mean job.yaml?"]
 
 
+def test_parameter_servers_are_gone_and_the_message_names_the_program_that_shows_them(write: Write) -> None:
+    where = "is gone, 0.1.0 was the last version with it"
+    program = "jobs/examples/course/asynchronous.py shows training with a parameter server"
+    assert complaints(write("train: {model: vgg11, data: digits, mode: asynchronous, servers: 2}\n")) == [
+        f"job.yaml:1: train.mode: mode: asynchronous {where}; choose mode bucketed or ddp; {program}",
+        f"job.yaml:1: train.servers: servers {where}; remove it; {program}",
+    ]
+    assert complaints(write("train: {model: vgg11, data: digits, parallel: {data: 2, sync: asynchronous}}\n")) == [
+        f"job.yaml:1: train.parallel.sync: sync: asynchronous {where}; choose sync bucketed or ddp; {program}"
+    ]
+
+
 def test_a_missing_file_leads_to_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
     examples = tmp_path / "examples"
     examples.mkdir()

@@ -13,6 +13,8 @@ from shutil import copytree
 
 import pytest
 
+from muster.jobs.basics import exits
+
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
     "asynchronous-": "3 ranks ended with 0, without rank 3 on node 3 (vm)",
@@ -76,6 +78,17 @@ def test_bench_show_and_predict_read_the_results_and_the_profile(golden: Path, i
     profile = str(golden / "profile.json")
     for job in ("plain", "zero", "pipeline"):
         assert in_process("predict", str(golden / f"{job}.yaml"), "--profile", profile)[0] == 0, job
+
+
+def test_resume_refuses_a_mode_that_is_gone(golden: Path, in_process: Muster) -> None:
+    code, text, said = in_process("resume", "asynchronous-", "--set", "train.steps=2400")
+    assert (code, text) == (exits.REFUSED, "")
+    (run,) = (golden / "runs").glob("asynchronous-*")
+    assert said == (
+        f"muster: {run.name}: this version cannot continue it: mode: asynchronous is gone, 0.1.0 was the last version "
+        "with it; choose mode bucketed or ddp; jobs/examples/course/asynchronous.py shows training with a parameter "
+        "server\n"
+    )
 
 
 @pytest.mark.slow
