@@ -214,7 +214,7 @@ def run_steps(
             noticed = engine.notice
             screen.say(noticed)
         metrics.record(
-            work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
+            work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.scaler.row()
         )
         done += 1
         living.step_done(done)

@@ -116,7 +116,7 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
     for number in range(4):
         shards = move(steps[number], world.device, trainer.dtype).shards
         engine.train_step(number, shards)
-        figures = {name: float(value) for name, value in engine.figures().items()}
+        figures = {name: float(value) for name, value in engine.scaler.row().items()}
         weights = digest(engine.model.full_state()["embed.position.weight"]).hex()
         told.append([figures["loss_scale"], figures["skipped"], weights])
     return told
