@@ -102,7 +102,7 @@ def serve(settings: Settings, *, waits: bool) -> Training:
     parts = iter(range(settings.steps * len(workers)))
     parameters = parameters_to_vector(network(settings.seed).parameters()).detach()
     training = Training([(0.0, 0, parameters.clone())])
-    version_of: dict[int, int] = {}  # the version of the parameters that each worker has: the number of updates
+    version_of: dict[int, int] = {}  # the version of the parameters that each worker has: len(training.updates)
 
     def hand_out(worker: int) -> None:
         version_of[worker] = len(training.updates)
