@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muster.ddp.after_backward import AllReduce as AllReduce
     from muster.ddp.after_backward import GatherScatter as GatherScatter
-    from muster.ddp.asynchronous.optimizer import AsynchronousOptimizer as AsynchronousOptimizer
     from muster.ddp.bucketed import BucketedDDP as BucketedDDP
     from muster.ddp.bucketed import FlatAllReduce as FlatAllReduce
     from muster.ddp.bucketed import OverlappedDDP as OverlappedDDP
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AllReduce": "muster.ddp.after_backward",
-    "AsynchronousOptimizer": "muster.ddp.asynchronous.optimizer",
     "BucketedDDP": "muster.ddp.bucketed",
     "DataPartitioner": "muster.ddp.partition",
     "FlatAllReduce": "muster.ddp.bucketed",
@@ -23,7 +21,6 @@ _HOME = {
 
 __all__ = [
     "AllReduce",
-    "AsynchronousOptimizer",
     "BucketedDDP",
     "DataPartitioner",
     "FlatAllReduce",

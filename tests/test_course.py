@@ -8,10 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Final
 
 import pytest
+import torch
 
 from muster.jobs.spec.load import load_job
 from muster.launch.cli import command_of
@@ -19,8 +23,10 @@ from muster.launch.common.kinds import KINDS
 from muster.launch.common.program_words import parse
 
 ROOT = Path(__file__).parents[1]
+COURSE: Final = ROOT / "jobs/examples/course"
 PAGE = (ROOT / "docs/course.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"`(muster [^`]+)`", PAGE)))
+ROW: Final = r"^ +(\d+) +(\d+) +[\d.]+ +(0\.\d+)$"  # update, parts, seconds, loss
 SETTINGS = sorted({each for each in re.findall(r"`([^`]*--set [^`]+)`", PAGE) if "--parameters" not in each})
 
 
@@ -38,6 +44,36 @@ def test_settings_of_the_page_fit_a_job(words: str) -> None:
     default = "jobs/examples/gpt-nano.yaml" if "tensor" in words else "jobs/examples/vgg11.yaml"
     job = next((each for each in given if each.endswith(".yaml") and each != "JOB.yaml"), default)
     load_job(ROOT / job, KINDS, (*overrides, *swept), allow_unread=True)
+
+
+def program(name: str) -> ModuleType:
+    """Import a program of the course."""
+    spec = spec_from_file_location(name, COURSE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks for its module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def by_one_process(parameter_server: ModuleType, *, steps: int, workers: int, batch: int, lr: float) -> list[float]:
+    """Return the loss after each step of SGD on the whole batches of the bulk-synchronous training."""
+    module = parameter_server.network(0)
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=lr), list[float]()
+    inputs, targets = parameter_server.part(parameter_server.TEST_PART, parameter_server.TEST_SAMPLES, 0)
+    for step in range(steps + 1):
+        with torch.no_grad():
+            losses.append(torch.nn.functional.mse_loss(module(inputs), targets).item())
+        parts = [parameter_server.part(step * workers + worker, batch, 0) for worker in range(workers)]
+        whole_inputs, whole_targets = (torch.cat(each) for each in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(whole_inputs), whole_targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return losses
 
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -73,3 +109,23 @@ def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
     ring = 2 * (ranks - 1) / ranks * parameters
     assert rows["replicas"][2:] == [f"{nbytes / 1e6:.3f}" for nbytes in (sent, received)]
     assert rows["ddp"][2:] == [f"{ring / 1e6:.3f}"] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_only_asynchronous_gradients_are_stale_and_bulk_synchronous_ones_train_as_one_process(tmp_path: Path) -> None:
+    options = ["--steps", "60", "--batch", "16", "--lr", "0.3", "--ms", "1", "--slow", "5"]
+    argv = ["run", "-n", "4", "--runs", str(tmp_path), str(COURSE / "asynchronous.py"), *options]
+    done = subprocess.run([sys.executable, "-m", "muster", *argv], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    together, alone = done.stdout.split("\nasynchronous: ")
+    rows = [
+        [(int(update), int(parts), float(loss)) for update, parts, loss in re.findall(ROW, text, re.MULTILINE)]
+        for text in (together, alone)
+    ]
+    assert "staleness of 180 gradients: mean 0.00, max 0\n" in together
+    assert int(re.findall(r"max (\d+)", alone)[0]) > 0
+    assert [each[-1][:2] for each in rows] == [(60, 180), (180, 180)]
+    assert all(each[-1][2] < 0.8 * each[0][2] for each in rows)
+    losses = by_one_process(program("asynchronous"), steps=60, workers=3, batch=16, lr=0.3)
+    assert [loss for _, _, loss in rows[0]] == pytest.approx([losses[update] for update, _, _ in rows[0]], abs=1e-6)

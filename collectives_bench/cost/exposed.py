@@ -271,16 +271,6 @@ def _shares(work: Sequence[int], seconds: float) -> list[float]:
     return [seconds * each / total if total else seconds / len(work) for each in work]
 
 
-def _servers(load: RankLoad, compute: Compute, times: Times) -> float:
-    """Count a push and a pull by all workers at the same time: each is an all-to-all if every rank serves a shard.
-
-    With fewer servers, each server's link carries more bytes. The result is the time while every worker makes one step.
-    """
-    elements, spread = load.model.trained, load.ranks / load.serving
-    pushed, pulled = (round(spread * elements * size) for size in (load.recipe.gradient, load.recipe.parameter))
-    return times.of("all_to_all", pushed) + times.of("all_to_all", pulled)
-
-
 def _pipe(schedule: TurnOrder) -> Exposed:
     """Count the messages while a pipeline fills and drains, and any message time beyond a micro-batch's computation."""
 
@@ -314,7 +304,6 @@ EXPOSED: Final[dict[str, Exposed]] = {
     "zero2": _zero12,
     "zero3": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS, True),
     "fsdp": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1], False),
-    "asynchronous": _servers,
     **{name: _pipe(way.schedule) for name, way in WAYS.items() if way.schedule is not None},
     "tensor": _tensor,
 }

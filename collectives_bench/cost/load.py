@@ -82,7 +82,6 @@ class RankLoad:
     shards: int | None = None  # number of virtual ranks for exact sums; None: one per rank
     accumulation: int = 1  # number of micro-batches of a shard
     accumulate: Accumulate = "local"  # True: several backwards add up whole gradients; False: only shards
-    servers: int | None = None  # in mode asynchronous, the number of ranks that serve a shard; None: all
     reshard: bool = True  # True: sharded parameters are freed after the forward, and gathered again
     recompute: bool = False  # True: the backward repeats the forward of each block or pipeline stage
     layerwise: bool = False  # True: in pipelines, the backward repeats the forward of each layer instead
@@ -93,11 +92,6 @@ class RankLoad:
     def own_batch(self) -> int:
         """The largest number of samples of any data-parallel rank."""
         return -(-self.batch // self.ranks)
-
-    @property
-    def serving(self) -> int:
-        """The number of parameter servers."""
-        return self.servers or self.ranks
 
     @property
     def own_shards(self) -> int:

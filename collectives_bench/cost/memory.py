@@ -123,10 +123,6 @@ def _replica(way: Way, load: RankLoad) -> PeakMemory:
     ranks = 1 if way.family == "single" else load.ranks
     model = load.model
     held = states(model.elements, load.recipe, zero=way.zero, ranks=ranks, trained=model.trained)
-    if way.name == "asynchronous":
-        # A server has a shard of values, gradients and states, in addition to its worker's copy of the model.
-        each = load.recipe.parameter + load.recipe.gradient + load.recipe.optimizer
-        held = replace(held, optimizer=model.trained * each / load.serving)
     stored, again = _kept(load, model.parts)
     masters_alone = way.name == "zero3" and load.recipe.master > 0
     return PeakMemory(

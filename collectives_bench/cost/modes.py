@@ -113,7 +113,6 @@ WAYS: Final[dict[str, Way]] = {
         Way("zero2", "data", "and gradients", zero=2),
         Way("zero3", "data", "and parameters, gathered unit by unit", zero=3),
         Way("fsdp", "data", "PyTorch's fully_shard on every layer", zero=3),
-        Way("asynchronous", "data", "parameter servers; no rank waits for another"),
         Way("model", "pipe", "consecutive layers on each rank, one rank at a time", schedule=_MODEL),
         Way("gpipe", "pipe", "all forwards, then all backwards", schedule=_GPIPE),
         Way("1f1b", "pipe", "forward and backward passes alternate", schedule=_1F1B),

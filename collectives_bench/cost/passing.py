@@ -141,8 +141,6 @@ PASSED: Final[dict[str, Callable[[RankLoad], float]]] = {
     "ddp": lambda load: 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes)),
     # The gradient being copied into its bucket, buckets in the communication dtype, and a ring's buffers for a bucket.
     "zero1": lambda load: _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load)),
-    # The flat gradient, and a server's receive buffers, one for every other worker.
-    "asynchronous": lambda load: sum(load.gradient_sizes) * (1 + (load.ranks - 1) / load.serving),
     "zero2": _of_zero2,
     "zero3": _of_zero3,
     "fsdp": _of_fsdp,

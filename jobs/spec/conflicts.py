@@ -202,23 +202,6 @@ ROUNDED: Final = (
     ),
 )
 
-UNORDERED: Final = (
-    Conflict(
-        lambda s: s.precision == "pure_bf16",
-        "{mode} cannot be combined with precision pure_bf16: its servers have no float32 masters; set precision: bf16",
-    ),
-    Conflict(
-        lambda s: s.loader_workers > 0,
-        "{mode} deals parts of batches to the ranks as they ask, so nothing can be loaded in advance; "
-        "set loader_workers: 0",
-    ),
-    Conflict(lambda s: s.profile.on, "{mode} cannot be combined with profile yet; set profile: false"),
-    Conflict(
-        lambda s: s.parallel is not None and s.parallel.tensor * s.parallel.pipe > 1,
-        "sync: asynchronous cannot be combined with split layers or a pipeline; use data alone, or another sync",
-    ),
-)
-
 CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: True, ANY),
     (lambda s: s.cuda_graph is True, RECORDED),
@@ -226,7 +209,6 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
     (lambda s: s.layerwise and s.mode_name == "zero3", (*LAYER_BY_LAYER, *EVERY_PARAMETER)),
     (lambda s: s.is_pipeline, PIPELINED),
-    (lambda s: s.sync == "asynchronous", (*UNORDERED, *EVERY_PARAMETER)),
     (lambda s: s.mode_name == "terapipe", SLICED),
     (lambda s: s.communication_dtype is not None, ROUNDED),
 )
@@ -294,7 +276,6 @@ READERS: Final = (
     KeyReader(("parallel", "tokens"), lambda settings: settings.mode_name == "terapipe", "schedule terapipe"),
     KeyReader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
     KeyReader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
-    KeyReader(("servers",), lambda settings: settings.sync == "asynchronous", "mode asynchronous"),
     KeyReader(("augment",), lambda settings: settings.data.make is None and not settings.model.reads_tokens, "images"),
     KeyReader(
         ("model", "vocabulary"),

@@ -5,7 +5,7 @@ kind of job and adds line numbers to errors, `jobs/hosts/placement.py` checks th
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -129,15 +129,6 @@ class Job(Strict):
         return self
 
     @model_validator(mode="after")
-    def _can_agree_on_a_step(self) -> Self:
-        if self.checkpoint is not None and getattr(self.settings, "sync", None) == "asynchronous":
-            raise ValueError(
-                "checkpoint cannot be combined with mode asynchronous yet: its ranks are never all at the same step; "
-                "remove checkpoint, or choose another mode"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _can_continue_in_place(self) -> Self:
         if self.restart is not None and self.restart.in_place and self.kind not in ("", "train"):
             raise ValueError(
@@ -180,7 +171,6 @@ class JobKind:
     `entry` is a "module:function", which a process forked from the warm process calls with the payload of the start
     message. `entry` is None for a program that each rank starts itself. `check(settings, world_size)` raises
     RefusedError if they do not fit. `unread(settings)` lists the keys that have no effect.
-    `expendable(settings, world_size)` lists the ranks whose loss does not stop the others.
     """
 
     key: str
@@ -188,4 +178,3 @@ class JobKind:
     entry: str | None
     check: Callable[[Any, int], None]
     unread: Callable[[Any], Sequence[Unread]] = lambda settings: ()
-    expendable: Callable[[Any, int], Collection[int]] = lambda settings, world_size: ()

@@ -5,7 +5,6 @@
     tight     gradients are summed in another order: they agree within a bound, and everything else is bitwise equal
     near      sums within the forward and backward are also taken in another order: they agree within the rounding
               error of such a step
-    none      the result depends on the order in which ranks finish, so there is nothing to compare
 A pipeline is compared with one process that runs the same micro-batches one after another.
 """
 
@@ -26,11 +25,10 @@ Sync = Literal[
     "ddp",
     "sharded",
     "fsdp",
-    "asynchronous",
 ]
 Zero = Literal[0, 1, 2, 3]
 PipelineName = Literal["model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "terapipe"]
-Exactness = Literal["bitwise", "tight", "near", "none"]
+Exactness = Literal["bitwise", "tight", "near"]
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,6 @@ MODES: Final[dict[str, Mode]] = {
             "zero2, and each rank keeps only its share of the parameters, gathered block by block when needed",
         ),
         Mode("fsdp", _data_parallel("fsdp", 3), _ALONE, False, "PyTorch's fully_shard, block by block"),
-        Mode(
-            "asynchronous",
-            _data_parallel("asynchronous"),
-            _bitwise_up_to(1, "none"),
-            False,
-            "each rank pushes gradients to parameter servers and pulls parameters, without waiting for other ranks",
-        ),
         Mode("model", _pipeline("model"), _BITWISE, True, "slices of the layers on the ranks, one active at a time"),
         Mode("gpipe", _pipeline("gpipe"), _BITWISE, True, "in micro-batches: all forwards, then all backwards"),
         Mode(

@@ -23,7 +23,6 @@ THROUGH_THE_HOST: Final = {
     "gather_scatter": "the host starts the messages with which rank 0 gathers gradients",
     "ddp": "PyTorch's wrapper decides on the host which bucket is ready",
     "zero3": "the host allocates and frees the memory of parameters within a step",
-    "asynchronous": "the host requests every exchange with the servers",
     "fsdp": "the host allocates and frees the memory of parameters within a step",
     "terapipe": "the host cuts micro-batches into slices of tokens",
 }

@@ -6,8 +6,6 @@ Two classes inherit these rules. `TrainSettings` (`jobs/spec/train.py`) validate
 
 from typing import TYPE_CHECKING
 
-from muster.jobs.basics.errors import RefusedError
-from muster.jobs.basics.words import counted
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, split_of
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
@@ -129,12 +127,6 @@ class TrainRules(TrainFields):
         """True if the gradient norm must have the same bits for every distribution of the gradients over ranks."""
         return self.exact or self.deterministic
 
-    def expendable_ranks(self, world_size: int) -> range:
-        """Return the ranks whose loss does not stop the others: in mode asynchronous, those without a server."""
-        if self.sync != "asynchronous":
-            return range(0)
-        return range(self.servers or world_size, world_size)
-
     def virtual_world_size(self, world_size: int) -> int:
         """Return the number of shards of a global batch: `virtual_ranks` if exact (default 4), else one per rank.
 
@@ -161,8 +153,7 @@ class TrainRules(TrainFields):
 
         Raises:
             RefusedError: if the batch is too small, there are more stages than layers, layers cannot be split over this
-                many ranks, the number of virtual ranks is not a multiple of the number of ranks, or there are more
-                servers than ranks.
+                many ranks, or the number of virtual ranks is not a multiple of the number of ranks.
         """
         parallel = self.split(world_size)
         if parallel.tensor > 1:
@@ -171,8 +162,3 @@ class TrainRules(TrainFields):
             check_pipeline(self, parallel)
             return
         check_batch(self, parallel)
-        if self.servers is not None and self.servers > world_size:
-            raise RefusedError(
-                f"train.servers: {self.servers} is more than the {counted(world_size, 'rank')} of the job; "
-                f"set servers to at most {world_size}"
-            )

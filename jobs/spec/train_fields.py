@@ -289,12 +289,6 @@ class TrainFields(Strict):
         False,
         description="tensor parallel: split the tokens of norms and dropout over the ranks too, to save memory",
     )
-    servers: Positive | None = Field(
-        None,
-        description="mode asynchronous: ranks 0 to servers - 1 each serve a shard of the parameters; a lost rank "
-        "without a shard does not stop the others; default: all ranks",
-        examples=[2],
-    )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="dtype in which gradients are sent, except in ddp and fsdp; default: their own"
     )

@@ -180,10 +180,6 @@ class Engine:
         self.replica.abandon()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def figures(self) -> dict[str, Tensor]:
-        """Return additional metrics columns for the last step, as scalars that may still be on the device."""
-        return self.scaler.row() | self.replica.figures()
-
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode.
 

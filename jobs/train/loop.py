@@ -214,7 +214,7 @@ def run_steps(
             noticed = engine.notice
             screen.say(noticed)
         metrics.record(
-            work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
+            work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.scaler.row()
         )
         done += 1
         living.step_done(done)
@@ -257,16 +257,12 @@ def is_evaluated(trainer: Trainer, done: int) -> bool:
 
 
 def evaluate_after(trainer: Trainer, metrics: Metrics, screen: Screen, done: int, living: LivingState) -> None:
-    """Evaluate after step number `done`."""
-    report_evaluation(trainer, metrics, screen, done, trainer.plan.batch(done - 1).epoch + 1)
-    living.evaluated = done
-
-
-def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:
-    """Evaluate, write the row and print the result."""
+    """Evaluate after step number `done`, write the row and print the result."""
     page.own.enter(Phase.EVALUATE)
     evaluation = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype, loss_of(trainer.settings))
     if evaluation is not None:
-        metrics.evaluation(step, epoch, evaluation.row())
+        epoch = trainer.plan.batch(done - 1).epoch + 1
+        metrics.evaluation(done, epoch, evaluation.row())
         screen.say(f"epoch {epoch}  {evaluation.text()}")
     page.own.enter(Phase.RUN)
+    living.evaluated = done

@@ -42,7 +42,6 @@ from muster.jobs.spec.expand import split_text, told_division
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.spec.recorded import records
 from muster.jobs.tensors.snapshot import MemorySnapshot
-from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.engine import Engine
@@ -265,10 +264,6 @@ def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter, li
     files = Files(folder.metrics(world.rank), *of_run)
     profiling = build_profiling(start, job, trainer, first)
     memory.watch(trainer.engine)
-    if trainer.settings.sync == "asynchronous":
-        with memory:
-            train_asynchronously(trainer, files, reporter, attempt=start.attempt)
-        return exits.DONE
     with memory:
         drained = train(
             trainer,

@@ -175,36 +175,6 @@ class Metrics:
         )
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
-        return self.write_steps(steps, times, losses, notes)
-
-    def carry(self) -> list[CarriedStep]:
-        """Return the steps since the last log point that have times, for the next attempt to report."""
-        attempt = self.common["attempt"]
-        own = [CarriedStep(attempt, *each) for each in zip(self._steps, self._times, strict=False)]
-        return [*(self._carried or ()), *own]
-
-    def _write_carried(self, carried: Sequence[CarriedStep]) -> None:
-        """Write the run's rows of earlier attempts' last steps, on rank 0: a collective.
-
-        `lost_samples` in a row: samples of the batch that its loss lacks.
-        """
-        left = gather_carried(self.world, carried)
-        rows = []
-        for each in carried:
-            (loss, samples), of_all = left[each.number], each.step.batch.samples
-            row = self._row(each.step, each.times, loss / samples, of_all)
-            rows.append(row | {"attempt": each.attempt, "lost_samples": of_all - samples})
-        if self.run is not None:
-            self.run.append(rows)
-
-    def write_steps(
-        self,
-        steps: Sequence[TrainedStep],
-        times: Sequence[StepTimes],
-        losses: Sequence[float],
-        notes: list[list[float]],
-    ) -> LogSummary:
-        """Write the run's rows of the steps since the last log point, on rank 0; return their summary."""
         if self.run is not None:
             rows = [
                 self._row(step, each, loss, step.batch.samples)
@@ -229,6 +199,26 @@ class Metrics:
         self.recent.extend(numbered)
         broken = next((number for number, loss in numbered if not math.isfinite(loss)), None)
         return LogSummary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken, numbered, notes)
+
+    def carry(self) -> list[CarriedStep]:
+        """Return the steps since the last log point that have times, for the next attempt to report."""
+        attempt = self.common["attempt"]
+        own = [CarriedStep(attempt, *each) for each in zip(self._steps, self._times, strict=False)]
+        return [*(self._carried or ()), *own]
+
+    def _write_carried(self, carried: Sequence[CarriedStep]) -> None:
+        """Write the run's rows of earlier attempts' last steps, on rank 0: a collective.
+
+        `lost_samples` in a row: samples of the batch that its loss lacks.
+        """
+        left = gather_carried(self.world, carried)
+        rows = []
+        for each in carried:
+            (loss, samples), of_all = left[each.number], each.step.batch.samples
+            row = self._row(each.step, each.times, loss / samples, of_all)
+            rows.append(row | {"attempt": each.attempt, "lost_samples": of_all - samples})
+        if self.run is not None:
+            self.run.append(rows)
 
     def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
         """Write the row of an evaluation, on rank 0.

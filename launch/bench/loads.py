@@ -83,7 +83,6 @@ def load_of(
         shards=settings.virtual_world_size(ranks) if settings.exact else None,
         accumulation=settings.grad_accumulation,
         accumulate=settings.accumulate,
-        servers=settings.servers,
         reshard=settings.reshard_after_forward,
         recompute=settings.activation_checkpointing,
         sequence=settings.sequence_parallel,

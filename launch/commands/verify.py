@@ -5,15 +5,13 @@ With `--with FILE.py:CLASS`, a user's class replaces the mode, and each of its p
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
-from muster.jobs.spec.modes import MODES
 from muster.launch.common.options import add_job, add_json, add_runs, add_transport, given, whole
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
-    from muster.jobs.spec.train import TrainSettings
 
 ENTRY: Final = "muster.jobs.train.verify:verify_rank"
 PROVE: Final = "muster.jobs.train.proving.run:prove_rank"
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: if the job is not a `train:` job, or options contradict each other.
-        RefusedError: if a class is checked on a single rank, or the mode's result depends on the order of ranks.
+        RefusedError: if a class is checked on a single rank.
     """
     from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
@@ -58,12 +56,6 @@ def run(args: argparse.Namespace) -> int:
         options["silent_s"] = prepared.context.job.hang_s or SILENT_S
         if prepared.context.placement.world_size < 2:
             raise RefusedError("--with: needs at least two ranks; run the job with -n 2")
-    settings, ranks = cast("TrainSettings", prepared.context.job.settings), prepared.context.placement.world_size
-    if not options and MODES[settings.mode_name].exactness(ranks) == "none":
-        raise RefusedError(
-            f"mode {settings.mode_name} on {ranks} ranks depends on the order in which they finish, so no two runs are "
-            "equal and there is nothing to compare; verify it on one rank: muster verify ... -N 1 -n 1"
-        )
     entry = PROVE if options else ENTRY
     prepared = prepared.changed(entry=entry, options={"steps": args.steps, **options}, job=once(prepared.context.job))
     code, written = begin(prepared, Console(quiet=True)), prepared.context.run.verify

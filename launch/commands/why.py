@@ -27,7 +27,6 @@ TOOK_ALONG: Final = {  # {why a rank ended: (verb for one rank, verb for several
     "peer": ("lost its connection", "lost their connection", " to it"),
     "stopped": ("was stopped", "were stopped", " because of it"),
     "own": ("failed", "failed", " after it"),
-    "tolerated": ("was lost", "were lost", ", which the other ranks tolerated"),
 }
 
 

@@ -27,14 +27,7 @@ def _check_timing(settings: TimingSettings, world_size: int) -> None:
 
 
 KINDS: Final[tuple[JobKind, ...]] = (
-    JobKind(
-        "train",
-        TrainSettings,
-        "muster.jobs.train.main:run_rank",
-        _check_train,
-        unread,
-        TrainSettings.expendable_ranks,
-    ),
+    JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", _check_train, unread),
     JobKind("command", CommandSettings, None, lambda settings, world_size: None),
     JobKind("timing", TimingSettings, "muster.jobs.train.timing.run:run_rank", _check_timing),
     JobKind("bench", BenchSettings, "muster.collectives_bench.ranks.run:run_rank", BenchSettings.check_world),

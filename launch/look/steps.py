@@ -7,7 +7,7 @@
 If several attempts did the same step, the newest one counts. Steps without a row from every rank are omitted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
@@ -15,7 +15,9 @@ from typing import Final
 import numpy
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
+from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common.fields import text
 from muster.launch.look.memories import read_memories
 from muster.launch.look.rank_rows import COLUMN, LossRow, Table, over_ranks, read_rank, read_run
 from muster.launch.look.stragglers import with_stragglers
@@ -94,7 +96,7 @@ def read_whole(run: RunDir) -> Measured:
         NotFoundError: if no step is recorded.
     """
     mode, batch = _job(run)
-    steps, ranks, unit = _steps(run, _asynchronous if mode.endswith("asynchronous") else _in_step)
+    steps, ranks, unit = _steps(run, in_step=not mode.endswith("asynchronous"))
     if not steps:
         raise NotFoundError(f"{run.path}: no step is recorded; train first, or name another run")
     try:
@@ -118,15 +120,17 @@ def warm_up(steps: Sequence[MeasuredStep]) -> int:
     return max(slow, 1)
 
 
-def _steps(
-    run: RunDir, combined: Callable[[RunDir, Sequence[Table]], tuple[Table, int]]
-) -> tuple[list[MeasuredStep], int, str]:
-    """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
+def _steps(run: RunDir, *, in_step: bool) -> tuple[list[MeasuredStep], int, str]:
+    """Return all steps in order, the ranks of the newest attempt, and the unit of the rate.
+
+    `in_step`: all ranks run the same step at the same time. Only those of version 0.1.0's mode asynchronous did not.
+    """
     newest: dict[int, tuple[Table, int]] = {}  # {step: (its row combined over all ranks, number of ranks)}
     of_run, unit = read_run(run.metrics)
     for attempt in run.attempt_numbers():
         paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
-        table, ranks = combined(run, [_with_units(read_rank(path)) for path in paths])
+        tables = [_with_units(read_rank(path)) for path in paths]
+        table, ranks = over_ranks(tables, SUMS, LARGEST) if in_step else (_of_parts(run, tables), len(tables))
         newest |= {int(row[0]): (row, ranks) for row in _of_batches(table, of_run)}
     steps = [_step(*newest[place], of_run[place].loss if place in of_run else None) for place in sorted(newest)]
     return steps, newest[steps[-1].number][1] if steps else 0, unit
@@ -146,15 +150,10 @@ def _of_batches(table: Table, of_run: Mapping[int, LossRow]) -> Table:
     return table
 
 
-def _in_step(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
-    """Combine the ranks' rows of each step."""
-    return over_ranks(tables, SUMS, LARGEST)
+def _of_parts(run: RunDir, tables: Sequence[Table]) -> Table:
+    """Combine the rows of ranks that did not run the same step at the same time.
 
-
-def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
-    """Combine the rows of ranks that do not run the same step at the same time.
-
-    The time in a row of the run is that between two completed steps. In that time, each rank does a part of its own
+    The time in a row of the run is that between two completed steps. In that time, each rank did a part of its own
     work. So the times by phase in every row are set to the means over all rows of all ranks, times the number of ranks.
     """
     table = _with_units(read_rank(run.metrics))
@@ -162,7 +161,7 @@ def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
     rows = numpy.concatenate([*tables, numpy.zeros((0, len(COLUMN)))])
     if len(rows):
         table[:, parts] = rows[:, parts].mean(axis=0) * len(tables)
-    return table, len(tables)
+    return table
 
 
 def _with_units(table: Table) -> Table:
@@ -180,7 +179,7 @@ def _step(row: Table, ranks: int, loss: float | None) -> MeasuredStep:
 
 
 def _job(run: RunDir) -> tuple[str, int | None]:
-    """Return the mode and the batch size of a run's job; ("", None) if the job cannot be read."""
+    """Return the mode and the batch size of a run's job. If it cannot be read, the rows of attempts have the mode."""
     from muster.jobs.spec.expand import split_text
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench import loads
@@ -188,7 +187,8 @@ def _job(run: RunDir) -> tuple[str, int | None]:
     try:
         settings = loads.train_job(str(run.job), ()).settings
     except MusterError:
-        return "", None
+        modes = [text(row.get("mode")) for row in read_lines(run.attempts)]
+        return (modes and modes[-1]) or "", None
     assert isinstance(settings, TrainSettings)
     return split_text(settings), settings.batch_size
 

@@ -9,14 +9,15 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from muster.jobs.basics import reading
-from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.basics.errors import MusterError, RefusedError, RunFolderError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.gone import first_gone
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.launch.common.fields import typed_lines
@@ -86,6 +87,7 @@ class Submission:
 
         Raises:
             RunFolderError: if the run has no usable submission.
+            RefusedError: if its job has a key or a value that only earlier versions had.
         """
         try:
             record = reading.read_json(run.submission)
@@ -116,4 +118,6 @@ class Submission:
         except MusterError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ValidationError) and (why := first_gone(error.errors())):
+                raise RefusedError(f"{run.run_id}: this version cannot continue it: {why}") from error
             raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job again") from error

@@ -39,7 +39,7 @@ PHASE_OF_CAUSE: Final[dict[str, RankPhase]] = {
     "own": "failed",
     "peer": "victim",
     "stopped": "stopped",
-    "tolerated": "failed",
+    "tolerated": "failed",  # in mode asynchronous of version 0.1.0, whose other ranks went on
 }
 
 

@@ -129,8 +129,8 @@ class Straggler:
 
 
 def teams_of(split: "Parallel") -> list[list[Unit]]:
-    """Return the teams of a split. With parameter servers, a slow rank delays nobody, so there are none."""
-    if split.sync == "asynchronous" or split.data < 2:
+    """Return the teams of a split; without data-parallel ranks there are none."""
+    if split.data < 2:
         return []
     width = split.tensor
     of_stage = [range(stage * split.data, (stage + 1) * split.data) for stage in range(split.pipe)]

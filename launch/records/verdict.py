@@ -5,7 +5,6 @@ A rank's end has a cause:
     done      it returned 0
     stopped   it ended because Muster told it to
     peer      it lost its connection to another rank
-    tolerated a signal, or the loss of its node, ended it, and the other ranks continue without it (mode asynchronous)
     own       anything else: an exception, a signal from outside, a missing program
 
 A rank that lost its connection is a victim if any rank failed for a reason of its own, even if the victim was seen
@@ -23,7 +22,7 @@ from muster.launch.wire.messages import Exited
 
 MOST_VICTIMS: Final = 1000  # that a row describes one by one, so that the row stays short enough to be read
 
-Cause = Literal["done", "stopped", "peer", "tolerated", "own"]
+Cause = Literal["done", "stopped", "peer", "own"]
 
 
 @dataclass(frozen=True)
@@ -167,9 +166,7 @@ def judge(endings: Sequence[RankEnd], stop: Stop | None) -> Verdict:
         return Verdict(stop.code, stop.message, None, tuple(each for each in ordered if each.cause != "done"))
     if first is None:
         ranks = sum(each.rank is not None and each.cause == "done" for each in ordered)
-        without = [each.where() for each in ordered if each.cause == "tolerated"]
-        message = f"{ranks} rank{'s' * (ranks != 1)} ended with 0"
-        return Verdict(exits.DONE, message + (f", without {', '.join(without)}" if without else ""))
+        return Verdict(exits.DONE, f"{ranks} rank{'s' * (ranks != 1)} ended with 0")
     victims = tuple(
         each for each in ordered if each is not first and each.cause != "done" and not _is_again(each, first)
     )

@@ -11,7 +11,7 @@ the nodes.
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from signal import SIGTERM
 from typing import Final
@@ -19,7 +19,6 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.words import counted
 from muster.launch.common import storage
-from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Cause, RankEnd, Stop, Verdict, ending_of, judge
@@ -93,8 +92,6 @@ class Attempt:
         self.stop_at: int | None = None
         self._looked = 0.0  # when it last looked for a hang
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
-        kind = BY_KEY.get(context.job.kind)
-        self.expendable = kind.expendable(context.job.settings, context.placement.world_size) if kind else ()
         self.stuck: set[int] = set()  # node ranks of nodes where a process survives SIGKILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by `stop_deadline`
@@ -241,20 +238,7 @@ class Attempt:
             assert self.draining is not None
             self.stop_all(self.draining, self.draining.message, 0.0)  # also end leftovers, such as the store
 
-    def _is_tolerated(self, ending: RankEnd, lost: Collection[int]) -> bool:
-        """Return whether the other ranks continue without the lost ones.
-
-        They do not continue after an exception, because they would raise it too, or after SIGTERM, because it asks the
-        run to end.
-        """
-        by_machine = ending.rank is None or ending.signal not in (None, "SIGTERM")
-        begun = self.story.first_step is not None and not self.is_stopping
-        return by_machine and begun and ending.cause in ("own", "peer") and all(x in self.expendable for x in lost)
-
-    def _record(self, ending: RankEnd, lost: Collection[int] = ()) -> None:
-        if self._is_tolerated(ending, lost if ending.rank is None else (ending.rank,)):
-            self.startup.warn(f"{ending.sentence()}; the other ranks continue without it")
-            ending = replace(ending, cause="tolerated")
+    def _record(self, ending: RankEnd) -> None:
         self.endings.append(ending)
         self.log.event("exited", attempt=self.number, **vars(ending))
         if ending.cause in ("own", "peer"):
@@ -329,7 +313,7 @@ class Attempt:
         only_victims = self.stop is None and all(each.cause != "own" for each in self.endings)
         cause: Cause = "own" if not self.is_stopping or only_victims else "stopped"
         host, ended = self.roster.hosts[node_rank], time.time() - ago_s
-        self._record(RankEnd(None, node_rank, host, code, None, ended, cause, why), lost)
+        self._record(RankEnd(None, node_rank, host, code, None, ended, cause, why))
 
     def _on_terminated(self, node_rank: int) -> None:
         """Stop the run because a node's agent got SIGTERM. A scheduler sends it to agents and ranks in any order."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.spec import load, yamlfile
 from muster.jobs.spec.job import CommandSettings, Job, JobKind
+from muster.jobs.spec.gone import GONE
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.strict import Strict
 from muster.jobs.spec.train import TrainSettings
@@ -179,7 +180,7 @@ train:
         "(valid: digits, cifar10, python-source, synthetic)",
         "job.yaml:11: train.mode: unknown mode 'alreduce'; did you mean 'allreduce'? "
         "(valid: single, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, "
-        "fsdp, asynchronous, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
+        "fsdp, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
         "job.yaml:12: train.batch_size: must be a whole number, got 2.5",
         "job.yaml:13: train.optimzer: unknown key; did you mean 'optimizer'?",
         "job.yaml:14: train.exact: must be true or false, got 'on'; YAML 1.2 has only true and false",
@@ -190,17 +191,24 @@ train:
     ]
 
 
-def test_replicas_in_one_process_are_gone_and_the_message_names_what_to_use(write: Write) -> None:
-    where = "is gone, 0.1.0 was the last version with it"
-    program = "jobs/examples/course/replicas.py shows replicas in one process"
-    assert complaints(write("train: {model: vgg11, data: digits, mode: data_parallel, replicas: 2}\n")) == [
-        f"job.yaml:1: train.mode: mode: data_parallel {where}; choose mode ddp, with a rank for each device; {program}",
-        f"job.yaml:1: train.replicas: replicas {where}; remove it, and choose mode ddp with as many ranks; {program}",
-    ]
-    assert complaints(write("train: {model: vgg11, data: digits, parallel: {data: 2, sync: data_parallel}}\n")) == [
-        f"job.yaml:1: train.parallel.sync: sync: data_parallel {where}; choose sync ddp, with a rank for each device; "
-        f"{program}"
-    ]
+GONE_KEYS = {
+    "mode: asynchronous": ("mode", "asynchronous"),
+    "mode: data_parallel": ("mode", "data_parallel"),
+    "parallel: {data: 2, sync: asynchronous}": ("sync", "asynchronous"),
+    "parallel: {data: 2, sync: data_parallel}": ("sync", "data_parallel"),
+    "replicas: 2": "replicas",
+    "servers: 2": "servers",
+}
+
+
+def test_keys_and_values_that_are_gone_name_their_last_version_and_what_to_do(write: Write) -> None:
+    assert set(GONE_KEYS.values()) == GONE.keys()
+    for written, name in GONE_KEYS.items():
+        (said,) = complaints(write(f"train: {{model: gpt-nano, data: synthetic, {written}}}\n"))
+        what = "this key" if isinstance(name, str) else name[1]
+        key = name if isinstance(name, str) else name[0]
+        section = "train.parallel" if written.startswith("parallel:") else "train"
+        assert said == f"job.yaml:1: {section}.{key}: 0.1.0 was the last version with {what}; {GONE[name][1]}"
 
 
 @pytest.mark.parametrize("key", ["kind", "settings"])

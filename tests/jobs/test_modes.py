@@ -9,7 +9,6 @@ SPLITS = {  # of 4 ranks
     **{name: Parallel(data=4, sync=name) for name in ("gather_scatter", "allreduce", "flat", "overlap", "bucketed")},
     "ddp": Parallel(data=4, sync="ddp"),
     **{f"zero{stage}": Parallel(data=4, zero=stage, sync="sharded") for stage in (1, 2, 3)},
-    "asynchronous": Parallel(data=4, sync="asynchronous"),
     "fsdp": Parallel(data=4, zero=3, sync="fsdp"),
     **{name: Parallel(pipe=4, schedule=name) for name in PIPELINES},
     TENSOR: Parallel(tensor=4),
@@ -45,7 +44,6 @@ def test_single_runs_on_one_rank_only() -> None:
         *((name, ["bitwise", "bitwise", "bitwise"]) for name in ("model", "gpipe", "1f1b", "interleaved")),
         *((name, ["bitwise", "tight", "tight"]) for name in ("zb1p", "zbv")),  # weights' gradients in one sum
         (TENSOR, ["bitwise", "near", "near"]),
-        ("asynchronous", ["bitwise", "none", "none"]),
         ("terapipe", ["near", "near", "near"]),
         # divided before they are added: three thirds need not make one
         *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp", *SHARDED)),

@@ -59,17 +59,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
             {"mode": "flat", "exact": True, "communication_dtype": "bf16"},
             "guarantees the same bits; remove one of the two",
         ),
-        ({"mode": "asynchronous", "exact": True}, "exact: true needs one of the modes .* got asynchronous"),
-        (
-            {"mode": "asynchronous", "precision": "pure_bf16"},
-            "asynchronous cannot be combined with precision pure_bf16: its servers have no float32 masters",
-        ),
-        ({"mode": "asynchronous", "loader_workers": 1}, "nothing can be loaded in advance; set loader_workers: 0"),
-        ({"mode": "asynchronous", "profile": True}, "asynchronous cannot be combined with profile yet"),
-        (
-            {**GPT, "parallel": {"data": 2, "tensor": 2, "sync": "asynchronous"}},
-            "sync: asynchronous cannot be combined with split layers or a pipeline",
-        ),
         ({"mode": "fsdp", "exact": True}, "exact: true needs one of the modes .* got fsdp"),
         ({"mode": "fsdp", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got fsdp"),
         ({"mode": "zero2", "exact": True, "accumulate": "sharded"}, "set accumulate: local, or exact: false"),

@@ -43,7 +43,6 @@ READ: dict[str, tuple[Any, set[str]]] = {
     "layerwise": (True, PIPELINES - {"terapipe"} | {"zero3", "layerwise"}),
     "sequence_parallel": (True, {"tensor", "tensor x zero1"}),
     "microbatches": (2, PIPELINES - {"model"}),
-    "servers": (1, {"asynchronous"}),
     "chunks": (3, {"interleaved"}),
     "cut": ("count", PIPELINES),
 }

@@ -26,7 +26,6 @@ def settings(**more: Any) -> TrainSettings:
         ({"mode": "gather_scatter"}, "cuda_graph cannot be combined with gather_scatter: .*; choose mode bucketed"),
         ({"mode": "zero3"}, "cuda_graph cannot be combined with zero3: .*; choose mode bucketed"),
         ({"mode": "fsdp"}, "cuda_graph cannot be combined with fsdp: .*; choose mode bucketed"),
-        ({"mode": "asynchronous"}, "cuda_graph cannot be combined with asynchronous: the host requests every"),
         ({"mode": "terapipe"}, "cuda_graph cannot be combined with terapipe: the host cuts micro-batches"),
         ({"optimizer": {"make": "own:Sgd"}}, "cuda_graph cannot be combined with optimizer own:Sgd: its step may need"),
         (

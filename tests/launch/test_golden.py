@@ -5,6 +5,7 @@ ssh, in Slurm, in place with a killed rank, ZeRO 3, a pipeline, a sweep, a sessi
 fitted to it, and mode `asynchronous` with a lost rank; and the job files. A new version adds a file and changes none.
 """
 
+import json
 import sys
 import tarfile
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+
+from muster.jobs.basics import exits
 
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
@@ -76,6 +79,32 @@ def test_bench_show_and_predict_read_the_results_and_the_profile(golden: Path, i
     profile = str(golden / "profile.json")
     for job in ("plain", "zero", "pipeline"):
         assert in_process("predict", str(golden / f"{job}.yaml"), "--profile", profile)[0] == 0, job
+
+
+def test_a_run_whose_ranks_did_not_step_together_is_read_to_its_end(golden: Path, in_process: Muster) -> None:
+    code, text, _ = in_process("compare", "asynchronous-", "--json")
+    (row,) = json.loads(text)["rows"]
+    assert (code, row["mode"], row["steps"] + row["skipped"]) == (0, "asynchronous", 1200)
+    assert row["final_loss"] == pytest.approx(3.5345, abs=1e-4)
+    parts_ms = {"data": 1.417, "computation": 2.072, "communication": 6.779, "optimizer": 0.612, "idle": 1.413}
+    assert {name: seconds * 1e3 for name, seconds in row["parts_s"].items()} == pytest.approx(parts_ms, abs=1e-3)
+    code, text, _ = in_process("watch", "asynchronous-")
+    assert code == 0
+    assert "3 done, 1 failed" in text
+    code, text, _ = in_process("logs", "asynchronous-")
+    assert code == 0
+    assert "step 1200/1200" in text
+
+
+def test_resume_refuses_a_mode_that_is_gone(golden: Path, in_process: Muster) -> None:
+    code, text, said = in_process("resume", "asynchronous-", "--set", "train.steps=2400")
+    assert (code, text) == (exits.REFUSED, "")
+    (run,) = (golden / "runs").glob("asynchronous-*")
+    assert said == (
+        f"muster: {run.name}: this version cannot continue it: mode: 0.1.0 was the last version with "
+        "asynchronous; choose mode bucketed or ddp; jobs/examples/course/asynchronous.py shows training with a "
+        "parameter server\n"
+    )
 
 
 @pytest.mark.slow

@@ -12,10 +12,7 @@ from muster.jobs.spec.modes import PIPELINES, TENSOR
 from muster.jobs.spec.recorded import IN_PLACE, THROUGH_THE_HOST
 from muster.pipe.schedules.slicing import equal_slices
 
-LEFT_OUT: Final = (
-    "asynchronous",
-    "model",
-)  # other results, and gpipe is never slower
+LEFT_OUT: Final = "model"  # gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 SLICED: Final = "terapipe"
 SLICE_COUNTS: Final = (2, 4, 8, 16)  # the numbers of slices per sequence that the search compares
@@ -121,7 +118,7 @@ def every_plan(limits: SplitLimits) -> Iterator[SplitPlan]:
         return
     if limits.batch >= limits.ranks:
         for name, way in WAYS.items():
-            if way.family == "data" and name not in LEFT_OUT:
+            if way.family == "data" and name != LEFT_OUT:
                 yield SplitPlan(data=limits.ranks, averaging=name)
     for pipe in _divisors(limits.ranks):
         for tensor in _divisors(limits.ranks // pipe):
@@ -138,7 +135,7 @@ def _products(limits: SplitLimits, data: int, pipe: int, tensor: int) -> Iterato
         return
     for name in PIPELINES:
         schedule = WAYS[name].schedule
-        if name in LEFT_OUT or schedule is None or pipe * schedule.chunks > limits.layers:
+        if name == LEFT_OUT or schedule is None or pipe * schedule.chunks > limits.layers:
             continue
         if name == SLICED and (tensor > 1 or data > 1):
             continue

@@ -64,7 +64,7 @@ class Accumulation:
             self._micro_batch(shards[0].micro_batches[0], last=True)
 
     def _shard(self, step: int, shard: ShardInput, *, last: bool) -> Tensor:
-        self._track(shard.virtual_rank == 0 or not self.replica.shares_buffers)
+        self._track(shard.virtual_rank == 0)
         total: Tensor | None = None
         for index, micro in enumerate(shard.micro_batches):
             if self.dropout_seed is not None:

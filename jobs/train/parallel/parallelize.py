@@ -166,4 +166,4 @@ def parallelize(
 
     of_one_copy = None if groups is None else groups.model
     norm_group = world.group if replica.is_sharded else of_one_copy
-    return RankModel(parts, stages, replica, data.group if replica.shares_buffers else None, norm_group, world)
+    return RankModel(parts, stages, replica, data.group, norm_group, world)

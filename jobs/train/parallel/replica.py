@@ -49,7 +49,6 @@ class Replica:
 
     learns_from_first = False  # True: the first backward determines the order of sums in later ones
     is_sharded = False  # True: gradients and optimizer state are sharded over these ranks
-    shares_buffers = True  # False: buffers are not broadcast, because no rank waits for the others
     wrapper: nn.Module | None = None
     not_timed = ""  # the reason if a timeline lacks this replica's collectives
 
@@ -86,10 +85,6 @@ class Replica:
         if self._parameters is None:  # listing them takes a millisecond in a model with a hundred layers
             self._parameters = list(self.module.parameters())
         return gradients_of(self._parameters)
-
-    def figures(self) -> dict[str, Tensor]:
-        """Return additional metrics columns for the last step, as scalars."""
-        return {}
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
         """Return the gradients of the parameters whose names satisfy `chosen`."""

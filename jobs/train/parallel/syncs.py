@@ -14,7 +14,6 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.units import units_of
-from muster.jobs.train.parallel.asynchronous import AsynchronousReplica
 from muster.jobs.train.parallel.replica import LateReplica, OverlappedReplica, Replica, TorchReplica, WrappedReplica
 from muster.jobs.train.parallel.sharded import LayerwiseReplica, ShardedReplica
 from muster.jobs.train.parallel.state import Forms
@@ -114,7 +113,6 @@ SYNCS: Final[dict[Sync, tuple[Wrap, Callable[..., Replica]]]] = {
     "bucketed": (_bucketed, OverlappedReplica),
     "ddp": (_torch_ddp, TorchReplica),
     "sharded": (_sharded, ShardedReplica),
-    "asynchronous": (lambda module, world, settings: module, AsynchronousReplica),
 }
 
 

@@ -27,7 +27,6 @@ VGG = {**GPT, "model": "vgg-tiny", "data": "digits"}
 TWICE = {"grad_accumulation": 2}
 REGION = {"begin_sum": "all_reduce", "begin_maximum": "all_reduce", "begin_gather": "all_gather"}
 REGION["begin_scatter_sum"] = "reduce_scatter"
-NO_MESSAGES = ("single", "asynchronous")  # servers are called point to point
 PADDED = 0.3  # shards of sharded parameters are aligned: a tiny layer grows
 
 
@@ -105,7 +104,7 @@ def predicted(settings: dict[str, Any]) -> Any:
 
 
 SPLITS = [
-    *({**GPT, "mode": mode} for mode in MODES if mode not in (*PIPELINES, *NO_MESSAGES)),
+    *({**GPT, "mode": mode} for mode in MODES if mode not in ("single", *PIPELINES)),
     *({**VGG, "mode": mode} for mode in ("bucketed", "zero1", "zero3", "fsdp")),
     *({**GPT, "mode": "bucketed", "bucket_size_mb": 0.05},),
     *({**GPT, "mode": mode, **TWICE} for mode in ("flat", "zero1", "zero3", "fsdp", "tensor")),

@@ -91,11 +91,6 @@ def test_what_is_sent_during_the_backward_is_hidden(name):
     assert RING_S - 0.2 <= exposed(name) <= RING_S
 
 
-def test_servers_on_all_ranks_send_as_much_as_a_ring_and_one_server_as_much_as_gather_scatter():
-    assert exposed("asynchronous") == pytest.approx(RING_S, rel=1e-3)
-    assert exposed("asynchronous", replace(VGG, servers=1)) == pytest.approx(4 * RING_S, rel=1e-3)
-
-
 def test_zero_gathers_what_it_has_scattered():
     assert exposed("zero1", compute=Compute(0.1, 1e-9)) == pytest.approx(RING_S, rel=1e-3)
     assert exposed("zero1") == exposed("zero2")

@@ -1,8 +1,6 @@
 """Training on CUDA devices, through `muster run`. `pytest -m gpu` on a machine that has at least two."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +11,11 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.modes import MODES, TENSOR
-from support.live import LiveRun, wait_until
+from support.live import LiveRun
 from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
-APART = ("asynchronous", "terapipe")  # of which this file's last tests are
-SHARED = [name for name in MODES if name not in ("single", *APART, TENSOR)]
+SHARED = [name for name in MODES if name not in ("single", "terapipe", TENSOR)]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -184,21 +181,6 @@ def test_a_training_on_cuda_goes_on_bit_by_bit_from_copies_made_beside_its_steps
         lost.rename(lost.with_name(f"bad-{lost.name}"))
     code, resumed = attempt_apart(parts, settings, number=1)
     assert (code, attempt_apart(whole, settings)) == (0, [0, resumed])
-
-
-@pytest.mark.gpu(2)
-def test_asynchronous_workers_push_over_nccl_and_a_killed_one_costs_no_step(tmp_path: Path) -> None:
-    text = job(nodes=2, mode="asynchronous", model="gpt-micro", data="python-source").replace("steps: 8", "steps: 300")
-    text = text.replace("  deterministic: true\n", "  servers: 1\n").replace("log_every: 4", "log_every: 1")
-    live = LiveRun(tmp_path, text)
-    wait_until(lambda: sum(1 for _ in read_lines(live.run.metrics)) >= 20, "twenty steps")
-    os.kill(live.pid_of(1), signal.SIGKILL)
-    assert live.end() == 0, live.err
-    assert "was killed by SIGKILL; the other ranks continue without it" in live.err
-    rows = [row for row in read_lines(live.run.metrics) if "evaluation" not in row]
-    assert [row["step"] for row in rows] == list(range(1, 301))
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    assert live.left() == []
 
 
 @pytest.mark.gpu(2)

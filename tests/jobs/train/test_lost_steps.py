@@ -107,9 +107,7 @@ def trained(world: World, folder: str, what: str, steps: int, **settings: Any) -
     }
 
 
-CASES = [
-    (name, {"mode": name}, 1 if name == "single" else 2) for name in MODES if name not in ("terapipe", "asynchronous")
-]
+CASES = [(name, {"mode": name}, 1 if name == "single" else 2) for name in MODES if name != "terapipe"]
 CASES += [
     ("exact", {"mode": "bucketed", "exact": True}, 2),
     ("clipped zero3", {"mode": "zero3", "clip_norm": 1.0}, 2),

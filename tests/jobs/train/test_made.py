@@ -85,7 +85,7 @@ class _Job:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_every_mode_keeps_its_promise(on_ranks):
-    modes = [mode for mode in MODES if mode not in ("single", "terapipe", "asynchronous")]
+    modes = [mode for mode in MODES if mode not in ("single", "terapipe")]
     assert on_ranks(2, verified, modes=modes) == [[], []]
 
 

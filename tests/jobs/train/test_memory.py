@@ -19,7 +19,6 @@ from muster.jobs.runfolder.memory_rows import KINDS
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer, train
 from muster.jobs.train.memory import gauge, recorder
@@ -51,7 +50,6 @@ CASES = {
     "vgg ddp": VGG | {"mode": "ddp"},
     "vgg zero1 in 16 bits": VGG | {"mode": "zero1", "precision": "pure_bf16"},
     "vgg zero3": VGG | {"mode": "zero3"},
-    "gpt asynchronous": GPT | {"mode": "asynchronous"},
 }
 ON_FOUR = ("gpt zero1", "gpt zero2 in small buckets", "gpt zero3", "vgg zero3")
 PIPES = {"data": 2, "pipe": 2, "microbatches": 2}
@@ -77,9 +75,8 @@ def record(world: World, folder: str, cases: dict) -> None:
         trainer = build_trainer(job, open_data(job), world)
         watching.watch(trainer.engine)
         with watching:
-            run = train_asynchronously if job.mode == "asynchronous" else train
             own = Path(folder, name, "metrics.jsonl") if world.rank == 0 else None
-            run(trainer, Files(attempt.metrics(world.rank), own), Reporter({}), attempt=0)
+            train(trainer, Files(attempt.metrics(world.rank), own), Reporter({}), attempt=0)
         assert not trainer.engine.optimizer._optimizer_step_pre_hooks
 
 

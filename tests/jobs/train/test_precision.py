@@ -21,9 +21,7 @@ MODEL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 2, "context": 16}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 12, "steps": 8, "optimizer": ADAMW, "evaluate": False}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 60, "steps": 8, "optimizer": SGD, "evaluate": False}
 LOW = ["bf16", "fp16", "pure_bf16"]
-MODES_OF_MANY = [
-    name for name in MODES if name not in ("single", "asynchronous", "zero1", "zero2", TENSOR, *PIPELINES)
-]  # as zero3
+MODES_OF_MANY = [name for name in MODES if name not in ("single", "zero1", "zero2", TENSOR, *PIPELINES)]  # as zero3
 
 
 def rows(folder: Path, *, evaluation: bool = False) -> list[dict]:

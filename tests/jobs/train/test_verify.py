@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}
 GPT = {"model": SMALL_GPT, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
-OF_MANY = [
-    name for name in MODES if name not in ("single", "asynchronous", TENSOR, *PIPELINES)
-]  # test_tensor.py, test_pipeline.py
+OF_MANY = [name for name in MODES if name not in ("single", TENSOR, *PIPELINES)]  # test_tensor.py, test_pipeline.py
 WHOLE = [name for name in OF_MANY if name not in SHARDED]  # every rank has all of the state
 # State that is shared out is tried on fewer worlds here: test_sharded.py has every stage on each of them, exact.
 WORLDS = [

@@ -44,7 +44,7 @@ STEPS = 3
 # virtual ranks, and micro-batches of three samples or fewer
 IN_PARTS = {name: {"microbatches": 3} if name in PIPELINES else {"grad_accumulation": 3} for name in MODES}
 IN_PARTS |= {"tensor": {}, "model": {}, "terapipe": {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}}
-OF_TWO = [name for name in MODES if name not in ("single", "asynchronous")]
+OF_TWO = [name for name in MODES if name != "single"]
 EXACT = [name for name in OF_TWO if MODES[name].can_be_exact]
 PRODUCTS = (
     {"data": 2, "pipe": 2, "schedule": "1f1b", "microbatches": 3, "sync": "bucketed"},

@@ -119,8 +119,7 @@ def test_tensor_ranks_wait_for_each_other_and_are_named_together() -> None:
     assert (one.kind, one.name) == ("ranks", "ranks 2-3")
 
 
-def test_asynchronous_workers_delay_nobody_and_are_not_named() -> None:
-    assert teams_of(Parallel(data=4, sync="asynchronous")) == []
+def test_a_slow_rank_that_delays_nobody_is_not_named() -> None:
     assert found(windows(4, only(1), waiting=False), Parallel(data=4)) == []  # nobody waits for it
 
 

@@ -60,13 +60,11 @@ class Played:
         ask: Callable[[bool], None] | None = None,
         adopted: dict[int, int] | None = None,
         rejoin_s: float = 6.0,
-        **train: Any,
     ) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.attempt(0).path.mkdir(parents=True)
-        settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100, **train})
-        checkpoint = None if train else CheckpointSettings()
-        job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=checkpoint)
+        settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100})
+        job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=CheckpointSettings())
         placement = place(job, [Host(f"n{number}", "127.0.0.1") for number in range(2)])
         options = {"saving": saving, "resume": {"checkpoint": "step-00000010.a000", "step": 10}}
         continuing = {"adopted": adopted or {}, "rejoin_s": rejoin_s}
@@ -293,46 +291,6 @@ def test_a_lost_node_is_the_cause_even_if_its_victims_were_heard_first(played: P
     verdict = played.attempt.verdict()
     assert (verdict.code, verdict.message) == (exits.UNREACHABLE, "node 1 (n1): its agent has gone")
     assert [each.rank for each in verdict.victims] == [0]
-
-
-@pytest.fixture
-def asynchronous(tmp_path: Path) -> Played:
-    """An attempt in which rank 1 serves no shard."""
-    return Played(tmp_path, saving=False, mode="asynchronous", servers=1)
-
-
-@pytest.mark.parametrize("how", ["killed", "lost with its node"])
-def test_the_other_ranks_continue_without_a_lost_one_that_serves_no_shard(asynchronous: Played, how: str) -> None:
-    asynchronous.working()
-    if how == "killed":
-        asynchronous.exited(1, None)
-    else:
-        asynchronous.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
-    assert not asynchronous.attempt.is_stopping
-    assert not asynchronous.attempt.is_over()
-    [warning] = asynchronous.events("warning")
-    assert warning["text"].endswith("; the other ranks continue without it")
-    asynchronous.exited(0, 0)
-    assert asynchronous.attempt.is_over()
-    verdict = asynchronous.attempt.verdict()
-    where = "rank 1 on node 1 (n1)" if how == "killed" else "node 1 (n1)"
-    assert (verdict.code, verdict.message) == (0, f"1 rank ended with 0, without {where}")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_asynchronous_attempt_fails_with_a_server_or_by_an_exception(asynchronous: Played, rank: int) -> None:
-    asynchronous.working()
-    if rank == 0:
-        asynchronous.exited(0, None)
-    else:
-        asynchronous.exited(1, 1, kind="ValueError", message="bad")
-    assert asynchronous.attempt.is_stopping
-    assert asynchronous.attempt.verdict().code != 0
-
-
-def test_a_rank_lost_before_the_first_step_fails_the_attempt(asynchronous: Played) -> None:
-    asynchronous.exited(1, None)
-    assert asynchronous.attempt.is_stopping
 
 
 def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> None:

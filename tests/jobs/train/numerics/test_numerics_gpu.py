@@ -184,13 +184,16 @@ def test_an_infinite_gradient_leaves_the_step_out(kind: str) -> None:
     handle = parameter.register_hook(lambda gradient: gradient + float("inf"))
     before = [each.detach().clone() for each in engine.module.parameters()]
     step(engine, kind, numerics, 0)
-    figures = {name: float(value) for name, value in engine.figures().items()}
+    figures = {name: float(value) for name, value in engine.scaler.row().items()}
     assert figures == {"loss_scale": 32768.0, "skipped": 1.0}
     assert all(torch.equal(old, new) for old, new in zip(before, engine.module.parameters(), strict=True))
     assert not any(value.any() for state in engine.optimizer.state.values() for value in state.values())
     handle.remove()
     step(engine, kind, numerics, 0)
-    assert {name: float(value) for name, value in engine.figures().items()} == {"loss_scale": 32768.0, "skipped": 0.0}
+    assert {name: float(value) for name, value in engine.scaler.row().items()} == {
+        "loss_scale": 32768.0,
+        "skipped": 0.0,
+    }
     assert not torch.equal(before[0], parameter)
 
 
