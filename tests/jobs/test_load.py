@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.spec import load, yamlfile
-from muster.jobs.spec.job import CommandSettings, Job, JobKind
 from muster.jobs.spec.gone import GONE
+from muster.jobs.spec.job import CommandSettings, Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.strict import Strict
 from muster.jobs.spec.train import TrainSettings
