@@ -195,6 +195,14 @@ def test_what_the_section_says_cannot_be_said_again(write: Write, key: str) -> N
     assert complaints(write(f"{TRAIN}{key}: train\n"))[0].startswith(f"job.yaml:2: {key}: unknown key")
 
 
+def test_slices_that_were_once_measured_are_refused(write: Write) -> None:
+    text = "train: {model: gpt-nano, parallel: {pipe: 2, schedule: terapipe, tokens: auto}}\n"
+    assert complaints(write(text)) == [
+        "job.yaml:1: train.parallel.tokens: auto is gone, 0.1.0 was the last version with it; remove it for 4 equal "
+        "slices, or list their lengths",
+    ]
+
+
 def test_a_missing_file_is_named_with_the_one_that_was_meant(write: Write) -> None:
     write(TRAIN)
     assert complaints(Path("jobb.yaml")) == ["jobb.yaml: no such file; did you mean job.yaml?"]
