@@ -196,10 +196,10 @@ def test_what_the_section_says_cannot_be_said_again(write: Write, key: str) -> N
 
 
 def test_slices_that_were_once_measured_are_refused(write: Write) -> None:
-    text = "train: {model: gpt-nano, parallel: {pipe: 2, schedule: terapipe, tokens: auto}}\n"
+    text = "train: {model: gpt-nano, data: synthetic, parallel: {pipe: 2, schedule: terapipe, tokens: auto}}\n"
     assert complaints(write(text)) == [
-        "job.yaml:1: train.parallel.tokens: auto is gone, 0.1.0 was the last version with it; remove it for 4 equal "
-        "slices, or list their lengths",
+        "job.yaml:1: train.parallel.tokens: tokens: auto is gone, 0.1.0 was the last version with it; remove it for 4 "
+        "equal slices, or list their lengths",
     ]
 
 
