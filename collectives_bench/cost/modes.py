@@ -1,4 +1,4 @@
-"""The table of all modes that can be predicted, including planned modes without code. Pure.
+"""The table of all modes, for predictions. Pure.
 
 For pipelines, with p stages, m micro-batches, v chunks per stage, and equal times of F, B and W (the weights' part of
 the backward), every rank is idle for a share of its time:
@@ -26,7 +26,6 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.anatomy import Anatomy, ModelOperation
 from muster.jobs.models.counted import CountedPart
-from muster.jobs.spec.modes import MODES
 from muster.pipe.schedules.cuts import balanced_ranks
 from muster.pipe.schedules.tables import SLICES
 
@@ -55,11 +54,6 @@ class Way:
     phrase: str
     zero: int = 0
     schedule: TurnOrder | None = None
-
-    @property
-    def is_built(self) -> bool:
-        """True if jobs can run in this mode."""
-        return self.name in MODES
 
     def microbatches(self, wanted: int) -> int:
         """Return the number of micro-batches into which this mode divides a batch."""
