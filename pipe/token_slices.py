@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.pipe.microbatch_passes import WholeGraphPass
 from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.tables import SLICES
 from muster.pipe.stage import Stage
 
 _TOKENS = -2  # dimension of tensors (..., tokens, width)
@@ -111,6 +112,13 @@ class SlicedPasses:
         if index == len(self._begins) - 1:
             del self._slices[stage.number]  # so that only the passes keep the tensors alive
         return SlicedPass(stage, microbatch, self._begins[index], slices)
+
+
+def equal_slices(length: int) -> tuple[int, ...]:
+    """Return the lengths of the slices of a sequence by default: equal up to one token, longer slices first."""
+    count = min(SLICES, length)
+    each, longer = divmod(length, count)
+    return tuple(each + (index < longer) for index in range(count))
 
 
 def check_slices(schedule: Schedule, tokens: Sequence[int], *, others: bool) -> None:

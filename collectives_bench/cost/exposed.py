@@ -133,11 +133,11 @@ def _sent(load: RankLoad, compute: Compute) -> list[PredictedBucket]:
     return registered(load.model, load.sent or load.recipe.gradient, compute.backward_s)
 
 
-def _pass_s(load: RankLoad, gradients: Sequence[PredictedBucket], passes: float) -> float:
-    """Return the seconds needed to read or write all gradients `passes` times. On a GPU, the result is nearly 0."""
+def _two_passes_s(load: RankLoad, gradients: Sequence[PredictedBucket]) -> float:
+    """Return the seconds needed to read or write all gradients twice. On a GPU, the result is nearly 0."""
     if load.backend == "nccl" or load.ranks == 1:
         return 0.0
-    return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
+    return 2 * sum(each.nbytes for each in gradients) / COPY_BYTES_S
 
 
 def _gather_scatter(load: RankLoad, compute: Compute, times: Times) -> float:
@@ -156,13 +156,13 @@ def _allreduce(load: RankLoad, compute: Compute, times: Times) -> float:
     """Return the seconds to all-reduce every gradient and divide it by the number of ranks."""
     gradients = _sent(load, compute)
     sums = sum(times.of("all_reduce", each.nbytes, back_to_back=True) for each in gradients)
-    return sums + _pass_s(load, gradients, 2)
+    return sums + _two_passes_s(load, gradients)
 
 
 def _flat(load: RankLoad, compute: Compute, times: Times) -> float:
     """Return the seconds to divide all gradients, copy them into a buffer and all-reduce it, without copying back."""
     gradients = _sent(load, compute)
-    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(load, gradients, 2)
+    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _two_passes_s(load, gradients)
 
 
 def _after_backward(end_s: float, compute: Compute) -> float:

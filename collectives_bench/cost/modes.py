@@ -1,4 +1,4 @@
-"""The table of all modes that can be predicted, including planned modes without code. Pure.
+"""The table of all modes, for predictions. Pure.
 
 For pipelines, with p stages, m micro-batches, v chunks per stage, and equal times of F, B and W (the weights' part of
 the backward), every rank is idle for a share of its time:
@@ -12,7 +12,7 @@ the backward), every rank is idle for a share of its time:
     zbv            0                          min(p, m)                             2 m
     terapipe       (p - 1) / (s m + p - 1)    m                                     s m
 
-terapipe cuts sequences into s slices; s is assumed to be 4. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021
+terapipe cuts sequences into s slices, 4 by default. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021
 (1F1B, interleaved), Qi et al. 2024 (zero bubble), Li et al. 2021 (TeraPipe).
 """
 
@@ -26,8 +26,8 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.anatomy import Anatomy, ModelOperation
 from muster.jobs.models.counted import CountedPart
-from muster.jobs.spec.modes import MODES
 from muster.pipe.schedules.cuts import balanced_ranks
+from muster.pipe.schedules.tables import SLICES
 
 Family = Literal["single", "data", "pipe", "tensor"]
 Idle = Callable[[int, int, int], float]  # (stages, micro-batches, chunks per stage) -> idle share of the time
@@ -54,11 +54,6 @@ class Way:
     phrase: str
     zero: int = 0
     schedule: TurnOrder | None = None
-
-    @property
-    def is_built(self) -> bool:
-        """True if jobs can run in this mode."""
-        return self.name in MODES
 
     def microbatches(self, wanted: int) -> int:
         """Return the number of micro-batches into which this mode divides a batch."""
@@ -95,7 +90,6 @@ _INTERLEAVED: Final = TurnOrder(
 )
 _MODEL: Final = TurnOrder(lambda p, m, v: (p - 1) / p, lambda i, p, m, v: 1.0, splits_batch=False)
 _ZB1P: Final = TurnOrder(lambda p, m, v: (p - 1) / (3 * m + p - 1), lambda i, p, m, v: float(min(p, m)))
-SLICES: Final = 4
 _TERAPIPE: Final = TurnOrder(lambda p, m, v: (p - 1) / (SLICES * m + p - 1), _GPIPE.held)
 _ZBV: Final = TurnOrder(lambda p, m, v: 0.0, _ZB1P.held, chunks=2, turns_back=True)
 
@@ -119,7 +113,7 @@ WAYS: Final[dict[str, Way]] = {
         Way("interleaved", "pipe", "1f1b with two chunks per rank", schedule=_INTERLEAVED),
         Way("zb1p", "pipe", "weight gradients fill the idle times", schedule=_ZB1P),
         Way("zbv", "pipe", "two chunks per rank in V shape, no idle time", schedule=_ZBV),
-        Way("terapipe", "pipe", "gpipe over 4 slices of every sequence", schedule=_TERAPIPE),
+        Way("terapipe", "pipe", f"gpipe over {SLICES} slices of every sequence", schedule=_TERAPIPE),
         Way("tensor", "tensor", "every matrix split across the ranks"),
     )
 }

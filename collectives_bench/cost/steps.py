@@ -100,13 +100,9 @@ def predict(
         yield _row(way, load, compute, [Times(network, load, nodes, each) for each in ("low_s", "seconds", "high_s")])
 
 
-def rank(rows: Sequence[ModePrediction], *, built: bool = False) -> Ranking | None:
-    """Choose the fastest mode that fits; None if no mode fits or no step time is known.
-
-    With `built`, only modes that have code are considered.
-    """
-    counting = [row for row in rows if row.counts and (row.way.is_built or not built)]
-    able = sorted(counting, key=lambda row: row.step.seconds if row.step else 0.0)
+def rank(rows: Sequence[ModePrediction]) -> Ranking | None:
+    """Choose the fastest mode that fits; None if no mode fits or no step time is known."""
+    able = sorted((row for row in rows if row.counts), key=lambda row: row.step.seconds if row.step else 0.0)
     return Ranking(able[0], able[1] if len(able) > 1 else None) if able else None
 
 
@@ -119,17 +115,16 @@ def with_limit(row: ModePrediction, limit_bytes: float | None) -> ModePrediction
 
 def _row(way: Way, load: RankLoad, compute: Compute | None, times: Sequence[Times]) -> ModePrediction:
     memory = memory_of(way, load)
-    notes = () if way.is_built else ("not built yet",)
     if memory is None:
         what = "has no width to split" if way.family == "tensor" else "has too few layers"
-        return ModePrediction(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
-    known = compute or NO_COMPUTE
+        return ModePrediction(way, None, None, None, False, (f"{load.model.name} {what}",))
+    known, notes = compute or NO_COMPUTE, tuple[str, ...]()
     try:
         # A single rank does not communicate in any mode.
         ends = [0.0] * 3 if load.ranks == 1 else [EXPOSED[way.name](load, known, each) for each in times]
         exposed: PredictedTime | None = PredictedTime(*ends)
     except RefusedError as error:
-        exposed, notes = None, (*notes, str(error))
+        exposed, notes = None, (str(error),)
     seconds, idle = _compute_s(way, load, known)
     if idle:
         notes = (*notes, f"idle {100 * idle:.1f} %, {load.microbatches if way.name != 'model' else 1} micro-batches")

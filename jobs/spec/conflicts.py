@@ -180,11 +180,6 @@ SLICED: Final = (
         "terapipe cannot be combined with dropout, whose masks one process draws for whole sequences; set dropout: 0",
     ),
     Conflict(
-        lambda s: s.deterministic and (s.parallel is None or s.parallel.tokens == "auto"),
-        "deterministic: true needs the lengths of the slices, because auto measures the model and may choose others in "
-        "the next run; write parallel: {{pipe: ..., schedule: terapipe, tokens: [...]}}",
-    ),
-    Conflict(
         lambda s: s.activation_checkpointing,
         "terapipe cannot be combined with activation_checkpointing, because later slices read "
         "activations that a slice keeps; remove one of them",

@@ -136,11 +136,15 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
             by_hand(first_layers(settings.cut, layers), len(layers), stages)
         except ValueError as error:
             raise RefusedError(f"train.cut: {error}") from error
-    tokens = "auto" if settings.parallel is None else settings.parallel.tokens
-    if tokens != "auto" and parallel.schedule == "terapipe" and sum(tokens) != (context := context_of(settings.model)):
+    tokens = None if settings.parallel is None else settings.parallel.tokens
+    if (
+        tokens is not None
+        and parallel.schedule == "terapipe"
+        and sum(tokens) != (context := context_of(settings.model))
+    ):
         raise RefusedError(
             f"train.parallel.tokens: {', '.join(map(str, tokens))} add up to {sum(tokens)}, but a sequence has "
-            f"{context} tokens (model.context); change the lengths, or write auto"
+            f"{context} tokens (model.context); change the lengths, or remove tokens"
         )
     if settings.batch_size < parallel.data:
         raise RefusedError(

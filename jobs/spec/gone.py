@@ -16,6 +16,7 @@ GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
     ("mode", "data_parallel"): ("0.1.0", f"choose mode ddp, with a rank for each device; {_REPLICAS}"),
     ("sync", "data_parallel"): ("0.1.0", f"choose sync ddp, with a rank for each device; {_REPLICAS}"),
     "replicas": ("0.1.0", f"remove it, and choose mode ddp with as many ranks; {_REPLICAS}"),
+    ("tokens", "auto"): ("0.1.0", "remove it for 4 equal slices, or list their lengths"),
 }
 
 

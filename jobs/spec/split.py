@@ -7,7 +7,7 @@ Ranks that average gradients are adjacent; ranks of one pipeline are not (`pipe/
     data rank     0  1     0  1     0  1       reads its own half of the batch
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
@@ -29,9 +29,9 @@ class ParallelSettings(Strict):
     sync: Sync = Field("ddp", description="how gradients are averaged; in a pipeline: flat, bucketed or sharded")
     schedule: PipelineName | None = Field(None, description="the schedule of a pipeline; default: 1f1b if pipe > 1")
     microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
-    tokens: Literal["auto"] | list[Positive] = Field(
-        "auto",
-        description="schedule terapipe: lengths of the slices of a sequence; auto: measured, then chosen for speed",
+    tokens: list[Positive] | None = Field(
+        None,
+        description="schedule terapipe: lengths of the slices of a sequence; default: 4 of equal length",
         examples=[[512, 256, 256]],
     )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
     from muster.jobs.spec.train import TrainSettings
 
-WHAT_IF: Final = ("nodes", "ranks_per_node", "link", "latency", "gpu", "batch", "memory")
+WHAT_IF: Final = ("nodes", "ranks_per_node", "link", "latency", "batch", "memory")
 BOX: Final = "box:"
 FEW: Final = 4  # of a rank's samples, in the smallest measured pass
 
@@ -151,7 +151,6 @@ def _settings(job: "Job") -> "TrainSettings":
 
 def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tuple[JobSite, SplitLimits]":
     """Measure or read what the search needs."""
-    from muster.collectives_bench.cost.advice import measured
     from muster.collectives_bench.cost.advice.site import JobSite, KnownNetwork
     from muster.collectives_bench.cost.advice.steptime import calibrated
     from muster.jobs.spec.recorded import records
@@ -163,13 +162,10 @@ def _site(asked: AdviceWanted, imagined: Mapping[str, str], job: "Job") -> "tupl
     is_elsewhere = bool(imagined) or (asked.hosts is not None and not asked.hosts.startswith(BOX))
     sharing = per_node if is_elsewhere else ranks
     times = _times(asked, job, sharing)
-    backend = asked.backend or ("nccl" if times.device == "cuda" or "gpu" in imagined else "gloo")
+    backend = asked.backend or ("nccl" if times.device == "cuda" else "gloo")
     if network.backends and backend not in network.backends:
         backend = network.backends[0]
     load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=asked.microbatches, own=own)
-    if "gpu" in imagined:
-        flops = sum(part.flops + part.backward_flops for part in load.model.parts)
-        times = measured.on_gpu(times, imagined["gpu"], flops, _settings(job).precision)
     recording = records(_settings(job).model_copy(update={"mode": "bucketed", "parallel": None}), times.device)
     site = JobSite(
         load,

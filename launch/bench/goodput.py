@@ -1,23 +1,33 @@
-"""`muster predict JOB --goodput`: the share of a month that goes into useful steps, while nodes fail and come back."""
+"""`muster predict JOB --goodput`: the share of time that goes into useful steps while nodes fail, by a formula.
+
+    step step step | save step step ✗ detect stop start load | step step ...
+                     └─ lost: done again after the restart ┘
+
+    useful = t / M exp(-r / M) / (exp((t + s) / M) - 1)          Daly 2006, for failures at random times
+
+t: seconds of training between saves; s: stall of a save; M: mean time between failures of the run; r: what a failure
+costs besides the steps since the last save: the restart, and the steps during a save that is not yet complete. A spare
+node is always ready.
+"""
 
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from math import ceil, exp, expm1, sqrt
+from typing import Any, Final
 
 from muster.jobs.basics.errors import UsageError
 from muster.launch.bench import counting, loads
 from muster.launch.bench.source import quantity
 from muster.launch.bench.wanted import Wanted
 
-if TYPE_CHECKING:
-    from muster.collectives_bench.cost.goodput import Goodput, RunTimes
-
 UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h|d)?", re.IGNORECASE)
-SPARES: Final = (0, 1, 2, 4, 8, 16, 32)
-LARGEST: Final = 10**6
-LEAST_S: Final = 1e-6
 COLUMNS: Final = ("save every>", "goodput>", "note")
+
+# Times of Muster itself, from docs/measured.md.
+RESTART_S: Final = 6.4  # "power loss of one of 4 nodes": until the first new step
+COPY_BYTES_S: Final = 5.9e9  # "training stalls during a save of 200 MB": 34 ms
+STORAGE_BYTES_S: Final = 1e9  # of a node, to shared storage: an assumption
 
 
 @dataclass(frozen=True)
@@ -25,14 +35,46 @@ class GoodputWanted(Wanted):
     """The request: that of `muster predict`, and times as text."""
 
     node_mtbf: str | None = None
-    days: float = 30.0
-    spares: int | None = None
-    repair: str = "1h"
     save_every: str | None = None
     step: str | None = None
     stall: str | None = None
     save_time: str | None = None
     restart: str | None = None
+
+
+@dataclass(frozen=True)
+class FailingRun:
+    """The times of a run, in seconds: between failures, of a step, of a save's stall, of a save, of a restart."""
+
+    mtbf_s: float
+    step_s: float = 1.0
+    stall_s: float = 0.034
+    save_s: float = 1.0
+    restart_s: float = RESTART_S
+
+    @property
+    def young_s(self) -> float:
+        """Young's interval between saves (1974), but at least a step."""
+        return max(sqrt(2 * self.stall_s * self.mtbf_s), self.step_s)
+
+    @property
+    def daly_s(self) -> float:
+        """Daly's interval between saves (2006), but at least a step; the MTBF if a stall takes twice as long."""
+        if self.stall_s >= 2 * self.mtbf_s:
+            return max(self.mtbf_s, self.step_s)
+        root = sqrt(self.stall_s / (2 * self.mtbf_s))
+        best_s = sqrt(2 * self.stall_s * self.mtbf_s) * (1 + root / 3 + root**2 / 9) - self.stall_s
+        return max(best_s, self.step_s)
+
+    def shares(self, interval_s: float) -> dict[str, float]:
+        """Return the shares of the time by kind. A save begins at the first end of a step after the interval."""
+        work_s = ceil(interval_s / self.step_s) * self.step_s
+        cycle = (work_s + self.stall_s) / self.mtbf_s
+        failing = (self.restart_s + self.save_s) / self.mtbf_s
+        useful = work_s / self.mtbf_s * exp(-failing - cycle) / -expm1(-cycle)
+        restarts = -expm1(-self.restart_s / self.mtbf_s)
+        stalls = (1 - restarts) * self.stall_s / (work_s + self.stall_s)
+        return {"useful": useful, "stalls": stalls, "lost_steps": 1 - restarts - stalls - useful, "restarts": restarts}
 
 
 def predict(asked: GoodputWanted) -> dict[str, Any]:
@@ -42,56 +84,26 @@ def predict(asked: GoodputWanted) -> dict[str, Any]:
         UsageError, JobFileError: if an option or the job is wrong.
         RefusedError: if the job does not train.
     """
-    from muster.collectives_bench.cost import goodput
-
     if asked.node_mtbf is None:
         raise UsageError("--goodput: needs --node-mtbf TIME, the mean time between failures of one node, such as 100d")
-    if asked.spares is not None and not 0 <= asked.spares <= LARGEST:
-        raise UsageError(f"--spares {asked.spares}: must be a number from 0")
-    if not 0 < asked.days <= 3660:
-        raise UsageError(f"--days {asked.days:g}: must be more than 0 and at most 3660")
-    nodes, times, state_bytes = _times(asked)
-    faults = goodput.Faults(
-        nodes, _seconds("--node-mtbf", asked.node_mtbf), repair_s=_seconds("--repair", asked.repair)
-    )
-    horizon_s = asked.days * 86400.0
-    expected = horizon_s / faults.mtbf_s
-    if expected > LARGEST:
-        raise UsageError(f"--node-mtbf {asked.node_mtbf}: {expected:.3g} failures are too many to simulate")
-    plenty = replace(faults, spares=max(SPARES) if asked.spares is None else asked.spares)
-    best_s, tried = goodput.best_interval(times, plenty, horizon_s=horizon_s)
-    used_s = best_s if asked.save_every is None else _seconds("--save-every", asked.save_every)
-    best_spares, spares = goodput.best_spares(times, faults, used_s, SPARES, horizon_s=horizon_s)
-    kept = best_spares if asked.spares is None else asked.spares
-    found = goodput.simulate(times, replace(faults, spares=kept), used_s, horizon_s=horizon_s)
+    nodes, run, state_bytes = _failing_run(asked, _seconds("--node-mtbf", asked.node_mtbf))
+    asked_s = run.daly_s if asked.save_every is None else _seconds("--save-every", asked.save_every)
+    shares = run.shares(asked_s)
     return {
         "nodes": nodes,
-        "node_mtbf_s": faults.node_mtbf_s,
-        "mtbf_s": faults.mtbf_s,
-        "days": asked.days,
         "state_bytes": state_bytes,
-        "times": vars(times),
-        "repair_s": faults.repair_s,
-        "interval_s": used_s,
-        "best_interval_s": best_s,
-        "young_s": goodput.young_s(times.stall_s, faults.mtbf_s),
-        "daly_s": goodput.daly_s(times.stall_s, faults.mtbf_s),
-        "intervals": tried,
-        "spares": kept,
-        "best_spares": best_spares,
-        "by_spares": spares,
-        **_result(found),
+        "times": vars(run),
+        "interval_s": asked_s,
+        "young_s": run.young_s,
+        "daly_s": run.daly_s,
+        "intervals": [(each_s, run.shares(each_s)["useful"]) for each_s in (run.young_s, run.daly_s, asked_s)],
+        "goodput": shares["useful"],
+        "shares": shares,
     }
 
 
-def _result(found: "Goodput") -> dict[str, Any]:
-    quantiles = {f"{100 * share:g} %": found.at(share) for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
-    return {"goodput": found.shares["useful"], "shares": found.shares, "failures": found.failures, "at": quantiles}
-
-
-def _times(asked: GoodputWanted) -> "tuple[int, RunTimes, float]":
+def _failing_run(asked: GoodputWanted, node_mtbf_s: float) -> tuple[int, FailingRun, float]:
     """Return the number of nodes, the times of the run, and the bytes of its state."""
-    from muster.collectives_bench.cost import goodput
     from muster.collectives_bench.cost.memory import states
 
     job = loads.train_job(asked.job, asked.overrides)
@@ -104,15 +116,14 @@ def _times(asked: GoodputWanted) -> "tuple[int, RunTimes, float]":
     held = states(load.model.elements, load.recipe, trained=load.model.trained)
     saved = held.parameters + held.optimizer
     here = saved / nodes  # every part of the state is saved once, by one of the ranks
-    times = goodput.RunTimes(
-        step_s=max(_or(asked.step, "--step", 1.0), LEAST_S),
-        stall_s=_or(asked.stall, "--stall", here / ranks_per_node / goodput.COPY_BYTES_S),
-        save_s=_or(asked.save_time, "--save-time", here / goodput.STORAGE_BYTES_S),
+    run = FailingRun(
+        node_mtbf_s / nodes,
+        _or(asked.step, "--step", 1.0),
+        _or(asked.stall, "--stall", here / ranks_per_node / COPY_BYTES_S),
+        _or(asked.save_time, "--save-time", here / STORAGE_BYTES_S),
+        _or(asked.restart, "--restart", RESTART_S),
     )
-    if asked.restart is not None:
-        restart_s = _seconds("--restart", asked.restart)
-        times = replace(times, detect_s=0.0, stop_s=0.0, start_s=restart_s, load_s=0.0)
-    return nodes, times, saved
+    return nodes, run, saved
 
 
 def _or(text: str | None, flag: str, default: float) -> float:
@@ -127,29 +138,21 @@ def render(record: dict[str, Any]) -> str:
     """Format the prediction as text."""
     from muster.launch.common import screen
 
-    clock = screen.duration
-    times, at = record["times"], record["at"]
-    restart_s = sum(times[key] for key in ("detect_s", "stop_s", "start_s", "load_s"))
+    clock, times = screen.duration, record["times"]
+    notes = ("Young 1974", "Daly 2006", "asked for")[: 2 + (record["interval_s"] != record["daly_s"])]
     rows = [
-        [clock(interval_s), f"{share:.2%}", "best" if interval_s == record["best_interval_s"] else ""]
-        for interval_s, share in record["intervals"]
+        [clock(interval_s), f"{useful:.2%}", note]
+        for (interval_s, useful), note in zip(record["intervals"], notes, strict=False)
     ]
     shares = ", ".join(f"{kind.replace('_', ' ')} {share:.2%}" for kind, share in record["shares"].items())
-    kept = ", ".join(f"{count}: {share:.2%}" for count, share in record["by_spares"])
     return "\n".join(
         [
-            f"{record['nodes']} nodes, each fails once in {clock(record['node_mtbf_s'])}: one failure in "
-            f"{clock(record['mtbf_s'])}, {record['failures']:.0f} in {record['days']:g} days",
+            f"{record['nodes']} nodes: one failure in {clock(times['mtbf_s'])}",
             f"step {clock(times['step_s'])}, save stalls {times['stall_s']:.3g} s and takes {clock(times['save_s'])}, "
-            f"restart {restart_s:.1f} s, repair {clock(record['repair_s'])}",
+            f"restart {times['restart_s']:.1f} s",
             "",
             screen.table(COLUMNS, rows),
             "",
-            f"best interval between saves: {clock(record['best_interval_s'])} "
-            f"(Young {clock(record['young_s'])}, Daly {clock(record['daly_s'])})",
-            f"spare nodes: {record['best_spares']}; goodput by number of spares: {kept}",
-            f"goodput {record['goodput']:.2%} with {record['spares']} spares and a save every "
-            f"{clock(record['interval_s'])}; 5 to 95 % of the runs: {at['5 %']:.2%} to {at['95 %']:.2%}",
-            f"time: {shares}",
+            f"time with a save every {clock(record['interval_s'])}: {shares}",
         ]
     )

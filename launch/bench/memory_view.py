@@ -123,7 +123,7 @@ def _modes(
         except RefusedError as error:
             if asked.world is None and made is None:
                 raise
-            own = {"mode": split_text(settings), "built": True, "memory": None, "fits": None, "note": str(error)}
+            own = {"mode": split_text(settings), "memory": None, "fits": None, "note": str(error)}
         rows[""] = {**own, "is_jobs": True}
     if made is not None:
         families: dict[str, list[str]] = {way.name: [way.family] for way in asked.ways}
@@ -144,7 +144,6 @@ def _of_way(name: str, way: "Way", load: "RankLoad", limit: float | None) -> dic
     return {
         "mode": name,
         "is_jobs": False,
-        "built": way.is_built,
         "memory": known and {kind: None if math.isnan(value) else value for kind, value in known.items()},
         "fits": None if math.isnan(total) or limit is None else total <= USABLE * limit,
         "explained": memory and masters_alone_text(memory),
@@ -175,12 +174,12 @@ def render(record: dict[str, Any]) -> str:
 def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
     from muster.collectives_bench.sizes import size_text
 
-    notes = [] if row["built"] else ["not built yet"]
     mark = "*" if row["is_jobs"] else ""
     if row["memory"] is None:
         what = "has no width to split" if row["mode"] == "tensor" else "has too few layers"
         note = row.get("note") or f"{record['model']} {what}"
-        return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
+        return [mark, row["mode"], *[None] * 7, note]
+    notes = []
     if row["fits"] is False:
         notes.append(f"does not fit into nine tenths of {size_text(record['memory_limit'])}")
     if row["explained"]:

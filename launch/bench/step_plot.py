@@ -16,14 +16,14 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def _draw(record: dict[str, Any], figure: Any, panels: int) -> None:
     axes = figure.subplots(1, panels)
     rows = [row for row in record["steps"] if row["exposed"] is not None][::-1]
-    names = [row["mode"] if row["built"] else f"{row['mode']} *" for row in rows]
+    names = [row["mode"] for row in rows]
     compute = [1e3 * (row["compute_s"] or 0.0) for row in rows]
     middle = [1e3 * row["exposed"]["seconds"] for row in rows]
     errors = [[1e3 * (row["exposed"]["seconds"] - row["exposed"]["low_s"]) for row in rows]]
     errors.append([1e3 * (row["exposed"]["high_s"] - row["exposed"]["seconds"]) for row in rows])
     axes[0].barh(names, compute, label="compute")
     axes[0].barh(names, middle, left=compute, xerr=errors, label="exposed communication", capsize=2)
-    axes[0].set_xlabel("predicted step (ms); *: not built yet")
+    axes[0].set_xlabel("predicted step (ms)")
     axes[0].legend(loc="lower right")
     left = [0.0] * len(rows)
     for part in ("parameters", "gradients", "optimizer", "buffers", "activations"):

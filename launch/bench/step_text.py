@@ -19,7 +19,7 @@ def render(record: dict[str, Any]) -> str:
     known = record["compute"] is not None
     rows = [_full(row) if known else _network(row) for row in record["steps"]]
     lines.append(screen.table(COLUMNS if known else ONLY_NETWORK, rows))
-    lines += ["", *_verdict(record)]
+    lines += ["", _verdict(record)]
     if record["not_predicted"]:
         lines.append(
             f"the job's own split, {record['not_predicted']}, was not compared: step times of combined modes cannot "
@@ -30,7 +30,7 @@ def render(record: dict[str, Any]) -> str:
         lines += ["", *_buckets(buckets, known)]
     if closed := closed_forms.job_text(record["closed_forms"], buckets and buckets["best"]):
         lines += ["", *closed]
-    return "\n".join(line for line in lines)
+    return "\n".join(lines)
 
 
 def _head(record: dict[str, Any]) -> str:
@@ -77,25 +77,18 @@ def _memory(row: dict[str, Any]) -> str | None:
     return row["memory"] and size_text(row["memory"]["total"])
 
 
-def _verdict(record: dict[str, Any]) -> list[str]:
+def _verdict(record: dict[str, Any]) -> str:
     ranking = record["ranking"]
     if ranking is None:
         if record["compute"] is None:
-            return ["no mode is chosen without compute times"]
-        return ["no mode fits: raise --memory, or use more ranks or a smaller batch"]
-    able = record["ranking_built"]
-    if able is None or able["best"] == ranking["best"]:
-        return [_winner(ranking, "best")]
-    return [_winner(ranking, "best"), _winner(able, "best of the modes that are built")]
-
-
-def _winner(ranking: dict[str, Any], what: str) -> str:
+            return "no mode is chosen without compute times"
+        return "no mode fits: raise --memory, or use more ranks or a smaller batch"
     if ranking["runner_up"] is None:
-        return f"{what}: {ranking['best']}"
+        return f"best: {ranking['best']}"
     behind = f"{ranking['runner_up']} takes {100 * ranking['margin']:.1f} % longer"
     if ranking["clear"]:
-        return f"{what}: {ranking['best']}; {behind}"
-    return f"{what}: no clear winner; {ranking['best']} is predicted best, {behind}, and their intervals overlap"
+        return f"best: {ranking['best']}; {behind}"
+    return f"best: no clear winner; {ranking['best']} is predicted best, {behind}, and their intervals overlap"
 
 
 def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:

@@ -57,7 +57,6 @@ def predict(asked: Wanted) -> dict[str, Any]:
         "steps": [*(_row(row) for row in rows), *own],
         "not_predicted": own[0]["mode"] if own else None,
         "ranking": _ranking(steps.rank(rows)),
-        "ranking_built": _ranking(steps.rank(rows, built=True)),
     }
     assert isinstance(job.settings, TrainSettings)
     record["closed_forms"] = closed_forms.of_job(job.settings, load, profile, job.nodes, asked.ways)
@@ -131,7 +130,6 @@ def compute_of(asked: Wanted, job: "Job", load: "RankLoad") -> "tuple[Compute | 
 def _row(row: "ModePrediction") -> dict[str, Any]:
     return {
         "mode": row.way.name,
-        "built": row.way.is_built,
         "compute_s": row.compute_s,
         "exposed": row.exposed and vars(row.exposed),
         "step": row.step and vars(row.step),

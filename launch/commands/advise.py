@@ -12,7 +12,7 @@ from muster.launch.common import options
 EPILOG: Final = """\
 muster advise JOB.yaml --profile cluster.json                      the best split of the job
 muster advise JOB.yaml --profile cluster.json --apply best.yaml    also write the job with that split
-muster advise JOB.yaml --what-if nodes=64,link=100gbit,gpu=h100    on a cluster that you do not have
+muster advise JOB.yaml --what-if nodes=64,link=100gbit             on a cluster that you do not have
 Passes of the job's model are timed on this machine, and steps of some modes, for about a minute. With --keep-times and
 --times they are timed only once.
 """
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--what-if",
         metavar="KEY=VALUE,...",
-        help="a cluster that you do not have: nodes, ranks_per_node, link, latency, gpu, batch, memory",
+        help="a cluster that you do not have: nodes, ranks_per_node, link, latency, batch, memory",
     )
     model = parser.add_argument_group("the model")
     options.add_set(model)

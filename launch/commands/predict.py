@@ -82,13 +82,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_goodput(group: argparse._ActionsContainer) -> None:
     group.add_argument(
-        "--goodput", action="store_true", help="simulate a month of failures: useful time, best save interval, spares"
+        "--goodput", action="store_true", help="share of useful time, and the best interval between saves"
     )
     group.add_argument("--node-mtbf", metavar="TIME", help="mean time between failures of a node, such as 100d")
-    group.add_argument("--days", metavar="N", type=float, default=30.0, help="days to simulate (default: 30)")
-    group.add_argument("--spares", metavar="N", type=int, help="number of spare nodes (default: the best)")
-    group.add_argument("--repair", metavar="TIME", default="1h", help="until a failed node is back (default: 1h)")
-    group.add_argument("--save-every", metavar="TIME", help="interval between saves (default: the best)")
+    group.add_argument("--save-every", metavar="TIME", help="interval between saves (default: Daly's)")
     group.add_argument("--step", metavar="TIME", help="time of a step (default: that of --run, else 1s)")
     group.add_argument("--stall", metavar="TIME", help="stall of training per save (default: from the job's state)")
     group.add_argument("--save-time", metavar="TIME", help="until a save is complete (default: from the job's state)")

@@ -176,7 +176,7 @@ def read_history(run: RunDir, state: RunState, events: EventsOfAttempts | None =
 def _shares(
     records: Sequence[AttemptRecord], useful_s: float, stalls_s: float, supervised_s: float
 ) -> dict[str, float]:
-    """Divide the supervised time into the kinds that `collectives_bench/cost/goodput.py` predicts, and the rest.
+    """Divide the supervised time into useful steps, stalls of saves, lost steps, the phases of restarts, and the rest.
 
     `other` is the time of the first start, of the end, and of steps whose time is unknown.
     """

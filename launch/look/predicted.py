@@ -134,4 +134,4 @@ def _prediction(record: Mapping[str, Any], run: "RunDir", ranks: int) -> Mapping
 
 def _tokens(settings: "TrainSettings") -> object:
     """Return the lengths of the slices of a sequence that a job names."""
-    return "auto" if settings.parallel is None else settings.parallel.tokens
+    return None if settings.parallel is None else settings.parallel.tokens

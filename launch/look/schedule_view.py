@@ -16,12 +16,11 @@ from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.programs import Send, StepSpan
 from muster.pipe.schedules.simulate import Simulated, bubble_formula, simulate
 from muster.pipe.schedules.svg import svg
-from muster.pipe.schedules.tables import SCHEDULES, schedule
+from muster.pipe.schedules.tables import SCHEDULES, SLICES, schedule
 
 WIDE: Final = 160  # number of columns used if the output is not a terminal
 LEAST, MOST = 1e-9, 1e9  # smallest and largest time; sums of times in this range are exact enough for a drawing
 CHUNKS: Final = 2  # default number of stages per rank
-SLICES: Final = 4  # default number of slices per sequence
 MOST_ACTIONS: Final = 300_000  # maximum number of actions per step; simulating this many takes half a minute or more
 COLUMNS: Final = ("schedule", "stages>", "makespan>", "bubble>", "formula>", "in flight, by rank", "what it does")
 FORMULAS: Final = {  # p ranks, m micro-batches, v chunks, s slices; assumes F = I = W and instant messages

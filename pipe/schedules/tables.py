@@ -19,10 +19,13 @@ to the first.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
+
+SLICES: Final = 4  # of a sequence, if their lengths are not given
 
 
 @dataclass(frozen=True)

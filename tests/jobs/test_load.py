@@ -196,6 +196,7 @@ GONE_KEYS = {
     "mode: data_parallel": ("mode", "data_parallel"),
     "parallel: {data: 2, sync: asynchronous}": ("sync", "asynchronous"),
     "parallel: {data: 2, sync: data_parallel}": ("sync", "data_parallel"),
+    "parallel: {pipe: 2, schedule: terapipe, tokens: auto}": ("tokens", "auto"),
     "replicas: 2": "replicas",
     "servers: 2": "servers",
 }

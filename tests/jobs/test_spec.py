@@ -82,7 +82,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
             {"parallel": {"data": 2, "sync": "none"}},
             "sync: none leaves the gradients of 2 data-parallel ranks different",
         ),
-        ({"mode": "terapipe", **GPT, "deterministic": True}, "deterministic: true needs the lengths of the slices"),
         ({"mode": "terapipe"}, "model: vgg11: terapipe slices the sequences of built-in GPTs only"),
         (
             {"mode": "terapipe", **GPT, "model": {"name": "gpt-nano", "dropout": 0.1}},

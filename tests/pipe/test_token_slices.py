@@ -10,7 +10,7 @@ from muster.jobs.train.models.stack import mean_loss
 from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.tables import schedule
-from muster.pipe.token_slices import first_token, with_earlier_tokens
+from muster.pipe.token_slices import equal_slices, first_token, with_earlier_tokens
 
 TOKENS = 24
 CASES = {
@@ -57,6 +57,11 @@ def largest_differences(world: World, tied: bool) -> list[float]:
         with torch.no_grad():
             found.append((outputs - reference(batch(7)[0])).abs().max().item())
     return found
+
+
+@pytest.mark.parametrize(("length", "slices"), [(24, (6, 6, 6, 6)), (27, (7, 7, 7, 6)), (3, (1, 1, 1)), (1, (1,))])
+def test_slices_are_equal_up_to_one_token(length: int, slices: tuple[int, ...]) -> None:
+    assert equal_slices(length) == slices
 
 
 @pytest.mark.ranks

@@ -6,8 +6,7 @@ ranks, times are interpolated.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from statistics import median
 from typing import Final, Literal
@@ -16,12 +15,10 @@ from pydantic import Field
 
 from muster.collectives_bench.cost.advice.plans import SLICED
 from muster.collectives_bench.cost.buckets import Lanes
-from muster.collectives_bench.cost.modes import SLICES
-from muster.jobs.basics.errors import UsageError
-from muster.jobs.basics.words import unknown
 from muster.jobs.measuring.recorded import Format
 from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.spec.strict import Strict
+from muster.pipe.schedules.tables import SLICES
 
 VERSION: Final = 1
 STOLEN: Final = 0.75  # largest share of the computing cores that collectives may take
@@ -34,25 +31,6 @@ SPLITS_BACKWARD: Final = ("zb1p", "zbv")
 COUNTED: Final = "gpipe"  # the schedule whose steps are measured with few and with many micro-batches
 POINTS: Final = 2  # of a line
 RING: Final = 2  # an all-reduce of n ranks has 2 (n - 1) messages in sequence
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Peak rates of a GPU without sparsity, in FLOP/s, from the vendor's data sheets."""
-
-    fp32: float  # with TF32 where it exists
-    bf16: float
-
-
-GPUS: Final = {
-    "v100": Gpu(15.7e12, 125e12),
-    "a100": Gpu(156e12, 312e12),
-    "h100": Gpu(495e12, 989e12),
-    "h200": Gpu(495e12, 989e12),
-    "b200": Gpu(1125e12, 2250e12),
-}
-USED: Final = 0.4  # of the peak, in a step that was not measured
-USED_ERROR: Final = 0.5  # relative: the interval of such a guess
 
 
 class PassTimes(Strict):
@@ -79,7 +57,7 @@ class LayerTime(Strict):
     backward_s: float = Field(ge=0)
 
 
-class RealSteps(Strict):
+class RealSteps(Strict, extra="ignore"):  # files of Muster 0.1.0 also have the number of slices
     """Steps of the engine on all measured ranks, with `samples` samples in each of `microbatches` micro-batches.
 
     In a pipeline, every rank has a stage, and all micro-batches pass through it; else each rank has its share of them.
@@ -91,7 +69,11 @@ class RealSteps(Strict):
     seconds: float = Field(ge=0)
     host_s: float = Field(ge=0)  # on GPUs: until the host has enqueued a step
     cpu_s: float = Field(ge=0)  # of a rank's threads
-    slices: int = Field(1, ge=1)  # of each sequence
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of each sequence."""
+        return SLICES if self.mode == SLICED else 1
 
     @property
     def is_pipeline(self) -> bool:
@@ -99,7 +81,7 @@ class RealSteps(Strict):
         return self.mode in PIPELINES
 
 
-class LayerTimes(Strict):
+class LayerTimes(Strict, extra="ignore"):  # files of Muster 0.1.0 also have times of slices
     """What was measured of a model on a machine."""
 
     muster_layers: Literal[1] = VERSION
@@ -111,7 +93,6 @@ class LayerTimes(Strict):
     passes: list[PassTimes] = Field(min_length=1)
     updates: list[UpdateTime] = Field(min_length=1)
     replays: list[PassTimes] = Field(default_factory=list)  # passes recorded as CUDA graphs
-    slices: list[PassTimes] = Field(default_factory=list)  # passes of one of `SLICES` slices of the samples' sequences
     halves: list[float] = Field(default_factory=list)  # seconds of a backward, and of its halves: inputs, weights
     layers: list[LayerTime] = Field(default_factory=list)
     steps: list[RealSteps] = Field(default_factory=list)
@@ -137,21 +118,6 @@ class LayerTimes(Strict):
     def _replayed(self) -> dict[int, list[tuple[int, float, float]]]:
         return _curves(self.replays)
 
-    def slice_s(self, samples: float, count: int, active: float = 1.0) -> tuple[float, float]:
-        """Return the seconds of a forward and a backward of one of `count` slices of the samples' sequences.
-
-        Each further slice of a sequence adds the same time, which the measured number of slices shows.
-        """
-        if not self.slices:
-            return self.pass_s(samples / count, active)
-        alone, sliced = self.pass_s(samples), _at(_curves(self.slices)[1], samples)
-        more = (max(SLICES * each / whole - 1, 0.0) / (SLICES - 1) for whole, each in zip(alone, sliced, strict=True))
-        forward, backward = (
-            whole * (1 + (count - 1) * each) / count
-            for whole, each in zip(self.pass_s(samples, active), more, strict=True)
-        )
-        return forward, backward
-
     @property
     def backward_halves(self) -> tuple[float, float]:
         """The two halves of a split backward, for inputs and for weights, as shares of a whole backward."""
@@ -159,18 +125,13 @@ class LayerTimes(Strict):
             return 0.5, 0.5
         return self.halves[1] / self.halves[0], self.halves[2] / self.halves[0]
 
-    @property
-    def known_steps(self) -> list[RealSteps]:
-        """The measured steps, without those whose number of slices is unknown."""
-        return [each for each in self.steps if each.mode != SLICED or each.slices > 1]
-
     def engine_s(self, mode: str, samples: float) -> float:
         """Return the CPU seconds of an action besides its layers: of the engine and its messages on the loopback.
 
         Without a pipeline, the whole step is one action. `samples` is a fraction of samples in a slice of them.
         """
-        own = any(each.mode == mode for each in self.known_steps)
-        like = [each for each in self.known_steps if each.mode == (mode if own else LIKE.get(mode))]
+        own = any(each.mode == mode for each in self.steps)
+        like = [each for each in self.steps if each.mode == (mode if own else LIKE.get(mode))]
         if self.device != "cpu" or not like:
             return 0.0
         extra = sorted({each.samples / each.slices: self._of_action_s(each) for each in like}.items())
@@ -197,9 +158,7 @@ class LayerTimes(Strict):
 
     def _besides_layers_s(self, step: RealSteps) -> float:
         busy = min(self.cores / self.ranks, 1.0)  # a rank's share of a core, while all ranks compute
-        passes_s = sum(self.pass_s(step.samples, self.ranks)) * busy
-        if step.slices > 1:
-            passes_s = step.slices * sum(self.slice_s(step.samples, step.slices))
+        passes_s = step.slices * sum(self.pass_s(step.samples / step.slices, self.ranks)) * busy
         passes_s, update_s = passes_s * step.microbatches / self.ranks, self.update_s(self.ranks) * busy
         return max(step.cpu_s - passes_s - update_s / (1 if step.mode == WHOLE else self.ranks), 0.0)
 
@@ -285,42 +244,6 @@ def actions_of(schedule: str) -> int:
     return 3 if schedule in SPLITS_BACKWARD else 2
 
 
-def on_gpu(times: LayerTimes, name: str, flops: float, precision: str) -> LayerTimes:
-    """Return the times on another GPU: scaled if they were measured on a known GPU, else from the operations.
-
-    `flops`: operations of a forward and a backward of one sample.
-
-    Raises:
-        UsageError: if the GPU is unknown.
-    """
-    if name not in GPUS:
-        raise UsageError(f"--what-if gpu: {unknown('GPU', name, tuple(GPUS))}")
-    kind = "fp32" if precision in ("fp32", "fp64") else "bf16"
-    known = next((each for each in GPUS if each in times.gpu.lower()), None)
-    first = times.passes[0]
-    if known:
-        factor, spread = getattr(GPUS[known], kind) / getattr(GPUS[name], kind), times.spread + 0.1
-    else:
-        guess_s = flops * first.samples / (USED * getattr(GPUS[name], kind))
-        factor, spread = guess_s / max(sum(times.pass_s(first.samples, 1)), 1e-12), USED_ERROR
-    scaled = dict.fromkeys(("forward_s", "backward_s", "seconds"), factor)
-    alone = min(each.active for each in times.passes)
-    changes = {
-        "device": "cuda",
-        "gpu": name,
-        "passes": [_scaled(each, scaled) for each in times.passes if each.active == alone],
-        "updates": [_scaled(each, scaled) for each in times.updates if each.active == alone],
-        "replays": [_scaled(each, scaled) for each in times.replays] if known else [],
-        "slices": [],
-        "halves": [],
-        "host": times.host if known else [],
-        "messages": times.messages if known else {},
-        "data_s": 0.0,
-        "spread": spread,
-    }
-    return LayerTimes.model_validate({**times.model_dump(), **changes})
-
-
 def _curves(passes: Iterable[PassTimes]) -> dict[int, list[tuple[int, float, float]]]:
     """Return samples, forward and backward in order of size, by the number of ranks that compute."""
     found: dict[int, list[tuple[int, float, float]]] = {}
@@ -331,10 +254,6 @@ def _curves(passes: Iterable[PassTimes]) -> dict[int, list[tuple[int, float, flo
 
 def _at(points: Sequence[tuple[int, float, float]], samples: float) -> tuple[float, float]:
     return _line([(x, f) for x, f, _ in points], samples), _line([(x, b) for x, _, b in points], samples)
-
-
-def _scaled(section: Strict, factors: Mapping[str, float]) -> dict[str, float]:
-    return {key: value * factors.get(key, 1) for key, value in section.model_dump().items()}
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -10,12 +10,11 @@ from typing import Any, Final
 from muster.collectives_bench.cost.modes import WAYS, Way
 from muster.jobs.spec.modes import PIPELINES, TENSOR
 from muster.jobs.spec.recorded import IN_PLACE, THROUGH_THE_HOST
-from muster.pipe.schedules.slicing import equal_slices
+from muster.pipe.schedules.tables import SLICES
 
 LEFT_OUT: Final = "model"  # gpipe is never slower
 A_STAGE: Final = 16  # most micro-batches for each stage; a pipeline then idles for 6 % of a step
 SLICED: Final = "terapipe"
-SLICE_COUNTS: Final = (2, 4, 8, 16)  # the numbers of slices per sequence that the search compares
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "zero1", "zero2")  # ways to average gradients between pipelines
 WITH_LAYERS: Final = ("allreduce", "flat", "overlap", "bucketed", "ddp", "zero1", "zero2")
 
@@ -31,12 +30,11 @@ class SplitPlan:
     schedule: str = ""
     microbatches: int = 1
     bucket_bytes: int | None = None  # None: the job's own
-    tokens: tuple[int, ...] = ()  # lengths of the slices of a sequence
 
     @property
     def slices(self) -> int:
         """The number of parts of a sequence that pass through the pipeline one after another."""
-        return max(len(self.tokens), 1)
+        return SLICES if self.schedule == SLICED else 1
 
     @property
     def way(self) -> Way:
@@ -69,7 +67,7 @@ class SplitPlan:
     def text(self) -> str:
         """A short name, such as `bucketed` or `data 2 by zero1 x pipe 2 by 1f1b, 8 micro-batches`."""
         count = f", {self.microbatches} micro-batches" if self.schedule else ""
-        count += f" of {self.slices} slices" if self.tokens else ""
+        count += f" of {self.slices} slices" if self.slices > 1 else ""
         if self.is_mode:
             return f"{self.way.name}{count}"
         parts = [f"data {self.data} by {self.averaging}"] if self.data > 1 else []
@@ -82,13 +80,12 @@ class SplitPlan:
         found: dict[str, Any] = {"parallel": None, "microbatches": self.microbatches if self.schedule else None}
         if self.bucket_bytes is not None:
             found["bucket_size_mb"] = self.bucket_bytes / 2**20
-        if self.is_mode and not self.tokens:
+        if self.is_mode:
             return {**found, "mode": self.way.name}
         parallel: dict[str, Any] = {"data": self.data, "pipe": self.pipe, "tensor": self.tensor}
         parallel = {axis: degree for axis, degree in parallel.items() if degree > 1}
         if self.schedule:
             parallel |= {"schedule": self.schedule, "microbatches": self.microbatches}
-            parallel |= {"tokens": list(self.tokens)} if self.tokens else {}
         if self.data > 1:
             parallel |= {"zero": self.zero} if self.zero else {"sync": self.averaging}
         return {**found, "mode": None, "microbatches": None, "parallel": parallel}
@@ -137,13 +134,12 @@ def _products(limits: SplitLimits, data: int, pipe: int, tensor: int) -> Iterato
         schedule = WAYS[name].schedule
         if name == LEFT_OUT or schedule is None or pipe * schedule.chunks > limits.layers:
             continue
-        if name == SLICED and (tensor > 1 or data > 1):
+        if name == SLICED and (tensor > 1 or data > 1 or limits.context < SLICES):
             continue
-        for slices in [each for each in SLICE_COUNTS if each <= limits.context] if name == SLICED else [0]:
-            tokens = equal_slices(limits.context, slices) if slices else ()
-            for count in _counts(min(limits.batch // data, A_STAGE * pipe // max(slices, 1))):
-                for averaging in UNDER_A_PIPELINE if data > 1 else ("",):
-                    yield SplitPlan(data, pipe, tensor, averaging, name, count, tokens=tokens)
+        slices = SLICES if name == SLICED else 1
+        for count in _counts(min(limits.batch // data, A_STAGE * pipe // slices)):
+            for averaging in UNDER_A_PIPELINE if data > 1 else ("",):
+                yield SplitPlan(data, pipe, tensor, averaging, name, count)
 
 
 def _counts(most: int) -> list[int]:

@@ -5,7 +5,7 @@ that can be chosen.
 A kind is a split without its number of micro-batches and its bucket size.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from typing import Any, Final
@@ -16,7 +16,6 @@ from muster.collectives_bench.cost.advice.steptime import (
     StepParts,
     kind_of,
     least_s,
-    load_of,
     measured_error,
     memory,
     price,
@@ -24,7 +23,6 @@ from muster.collectives_bench.cost.advice.steptime import (
 from muster.collectives_bench.cost.buckets import SWEEP
 from muster.collectives_bench.cost.exposed import Network
 from muster.collectives_bench.cost.memory import PeakMemory
-from muster.collectives_bench.cost.modes import WAYS
 from muster.collectives_bench.cost.steps import USABLE, PredictedTime
 from muster.jobs.basics.errors import RefusedError
 
@@ -65,7 +63,7 @@ class SplitAdvice:
     def runner_up(self) -> Advised | None:
         """The next plan that is split in another way: not only another number of micro-batches or bucket size."""
         best = self.best
-        others = (row for row in self.rows if best is not None and not row.why_not and _kind(row) != _kind(best))
+        others = (row for row in self.rows if best and not row.why_not and _kind_of(row.plan) != _kind_of(best.plan))
         return next(others, None)
 
     @property
@@ -95,7 +93,7 @@ def advise(
 ) -> SplitAdvice:
     """Compare all plans; return the fastest ones with intervals, and the best plan of each mode."""
     plans = list(every_plan(limits))
-    priced, refused = list[tuple[float, SplitPlan, StepParts]](), list[Advised]()
+    priced, refused = list[tuple[float, SplitPlan, StepParts]](), dict[object, Advised]()
     alike = dict[SplitPlan, StepParts]()  # zero1 and zero2 take the same time
     best_s, kinds = float("inf"), dict[object, float]()
     # Modes and schedules that are simulated fast come first, so that few of the others are left.
@@ -110,7 +108,7 @@ def advise(
             same = replace(plan, averaging="zero1") if plan.averaging == "zero2" else plan
             parts = alike[same] = alike.get(same) or price(same, site)
         except RefusedError as error:
-            refused.append(Advised(plan, None, None, None, str(error)))
+            refused[_kind_of(plan)] = Advised(plan, None, None, None, str(error))
             continue
         priced.append((parts.seconds, plan, parts))
         if parts.seconds >= best_s or obstacle(plan, site, check, memory_limit)[1]:
@@ -118,7 +116,7 @@ def advise(
         kinds[_kind_of(plan)] = min(parts.seconds, kinds.get(_kind_of(plan), parts.seconds))
         best_s = sorted(kinds.values())[EXACT - 1] if len(kinds) >= EXACT else float("inf")
     priced.sort(key=lambda each: (each[0], not each[1].is_mode, each[1].text))
-    return SplitAdvice((*_chosen(priced, site, check, memory_limit, shown), *_distinct(refused)), len(plans))
+    return SplitAdvice((*_chosen(priced, site, check, memory_limit, shown), *refused.values()), len(plans))
 
 
 def _chosen(
@@ -223,16 +221,5 @@ def changes(
     return found
 
 
-def _kind(row: Advised) -> object:
-    return _kind_of(row.plan)
-
-
 def _kind_of(plan: SplitPlan) -> object:
     return plan.data, plan.pipe, plan.tensor, plan.averaging, plan.schedule
-
-
-def _distinct(rows: Iterable[Advised]) -> list[Advised]:
-    return list({_kind(row): row for row in rows}.values())
-
-
-__all__ = ["WAYS", "Advised", "SplitAdvice", "advise", "best_bucket", "changes", "load_of"]

@@ -80,10 +80,8 @@ class JobSite:
 
         Tensor ranks split every layer.
         """
-        if plan.tokens:
-            forward, backward = self.times.slice_s(samples, plan.slices, active)
-        else:
-            forward, backward = self.times.pass_s(samples / plan.tensor, active, recorded=self.replays(plan))
+        part = samples / plan.slices / plan.tensor
+        forward, backward = self.times.pass_s(part, active, recorded=self.replays(plan))
         factor = self.option_factor * self.paces[bool(plan.schedule)]
         return forward * factor, backward * factor
 

@@ -110,15 +110,14 @@ def _checked(site: JobSite, kind: str) -> list[float]:
     """Return the ratios of predicted to measured time, for the steps of one kind that this machine has measured."""
     told, ratios = site.times, list[float]()
     network = NoNetwork() if told.device == "cpu" else site.network
-    for step in told.known_steps:
+    for step in told.steps:
         if ("" if step.is_pipeline else step.mode) != kind:
             continue
         load = replace(site.load, ranks=told.ranks, batch=step.microbatches * step.samples, split=None)
         here = JobSite(load, told, network, 1, told.ranks, records=site.records)
         plan = SplitPlan(data=told.ranks, averaging=step.mode)
         if step.is_pipeline:
-            tokens = (1,) * step.slices if step.slices > 1 else ()
-            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches, tokens=tokens)
+            plan = SplitPlan(pipe=told.ranks, schedule=step.mode, microbatches=step.microbatches)
         ratios.append(price(plan, here).seconds / step.seconds)
     return ratios
 

@@ -28,11 +28,9 @@ from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import (
     Body,
-    LayerRange,
     by_units,
     compile_layers,
     compiled,
-    cut,
     require_compiler,
 )
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
@@ -64,15 +62,13 @@ ROWS: Final["dict[Precision, PrecisionTypes]"] = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """The numerics settings of one rank. Jobs never set `compile_mode` and `whole`, which are for benchmarks."""
+    """The numerics settings of one rank."""
 
     precision: "Precision"
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are recomputed in the backward
     cut_anywhere: bool = False  # the optimizer's rounding must not depend on where parameters are cut into shards
-    compile_mode: str | None = None  # torch.compile's
-    whole: bool = False  # the body is compiled as one piece
     by_layer: bool = False  # each layer is compiled on its own, so that the hooks of `zero` stay outside
     shows_skipped: bool = False  # metrics rows show which steps were skipped
     made: "ModelSettings | None" = None  # set for a user's model, which is compiled and recomputed unit by unit
@@ -115,11 +111,10 @@ class Numerics:
 
     def _place_own(self, model: LayerStack) -> None:
         if self.compile and self.by_layer:
-            compile_layers(list(model), mode=self.compile_mode)
+            compile_layers(list(model))
         in_pieces = self.compile and not self.by_layer
         if in_pieces or self.recompute:
-            pieces = [LayerRange(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
-            model.run_body = Body(model, pieces, compile=in_pieces, recompute=self.recompute, mode=self.compile_mode)
+            model.run_body = Body(model, compile=in_pieces, recompute=self.recompute)
         model.run_loss = self._loss_of(model)
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -167,8 +162,8 @@ class Numerics:
         if not self.compile:
             return plain_loss
         if self.by_layer:
-            return partial(head_loss, compiled(mean_loss, "loss", mode=self.compile_mode))
-        return compiled(plain_loss, "loss", mode=self.compile_mode)
+            return partial(head_loss, compiled(mean_loss, "loss"))
+        return compiled(plain_loss, "loss")
 
 
 def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:

@@ -49,24 +49,16 @@ def cut(body: Layers) -> list[LayerRange]:
 class Body:
     """A function that runs the pieces of a body. It has no reference to layers, so that the model can be copied."""
 
-    def __init__(
-        self,
-        model: LayerStack,
-        pieces: Sequence[LayerRange],
-        *,
-        compile: bool,
-        recompute: bool,
-        mode: str | None = None,
-    ) -> None:
+    def __init__(self, model: LayerStack, *, compile: bool, recompute: bool) -> None:
         body = list(model)[:-1]
-        self.pieces = pieces
+        self.pieces = cut(body)
         self.recompute = recompute
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         runs: dict[str, Run] = {}
         for piece in self.pieces:
             kind = form(body[piece.start : piece.stop])
             if kind not in runs:
-                runs[kind] = compiled(in_turn, f"piece{len(runs)}", mode=mode) if compile else in_turn
+                runs[kind] = compiled(in_turn, f"piece{len(runs)}") if compile else in_turn
         self.runs = [runs[form(body[piece.start : piece.stop])] for piece in self.pieces]
 
     def __call__(self, body: Layers, x: Tensor) -> Tensor:
@@ -86,13 +78,13 @@ class Body:
         return y
 
 
-def compile_layers(layers: Layers, *, mode: str | None = None) -> None:
+def compile_layers(layers: Layers) -> None:
     """Compile each layer on its own, for training; in place."""
     runs: dict[str, Callable[..., Any]] = {}
     for layer in layers:
         kind = form([layer])
         if kind not in runs:
-            runs[kind] = compiled(_run_layer, f"layer{len(runs)}", mode=mode)
+            runs[kind] = compiled(_run_layer, f"layer{len(runs)}")
         layer._compiled_call_impl = partial(_in_training, runs[kind], layer)
 
 
@@ -163,7 +155,7 @@ def form(layers: Layers) -> str:
     return "\n".join(map(repr, layers))
 
 
-def compiled(function: Callable[..., Any], name: str, *, mode: str | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Compile a copy of a function, under a name of its own.
 
     torch.compile caches by code object, and after a second argument shape it compiles slower code for all shapes. So
@@ -172,7 +164,7 @@ def compiled(function: Callable[..., Any], name: str, *, mode: str | None = None
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    run: Callable[..., Any] = torch.compile(own, mode=mode)
+    run: Callable[..., Any] = torch.compile(own)
     return run
 
 

@@ -140,7 +140,7 @@ def parallelize(
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)
-        if tokens := tokens_of(settings, layers, split, cuts, (samples, *sample), world):
+        if tokens := tokens_of(settings, split, sample[0]):
             table = schedule(split.schedule, split.pipe, split.microbatches, slices=len(tokens))
 
     parts = whole_layers(whole, world)

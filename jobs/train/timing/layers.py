@@ -35,13 +35,11 @@ from muster.jobs.train.timing.passes import (
     GPUS,
     LEAST_PASSES,
     MOST_PASSES,
-    SLICES,
     Parts,
     TimedModel,
     accumulating_s,
     fits,
     halves_of,
-    has_slices,
     host_s,
     layers_of,
     loading_s,
@@ -52,7 +50,6 @@ from muster.jobs.train.timing.passes import (
     updating,
 )
 from muster.jobs.train.timing.steps import rows_of, steps_of
-from muster.pipe.schedules.slicing import equal_slices
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -158,9 +155,6 @@ class _Worker:
         }
         rounds |= {(active, 0): (updating(subject),) for active in together}
         took = self._in_turns(rounds)
-        sliced = self._in_turns(
-            {(1, size): passes_of(subject, size, SLICES) for size in samples if has_slices(subject)}
-        )
         replays = self._in_turns(recorded_passes(subject, samples, self.count)) if on_gpu else {}
         whole = subject.batch(samples[0])
         return {
@@ -173,10 +167,6 @@ class _Worker:
                 {"samples": size, "active": active, "forward_s": pair[0], "backward_s": pair[1]}
                 for (active, size), pair in took.items()
                 if size
-            ],
-            "slices": [
-                {"samples": size, "active": active, "forward_s": pair[0], "backward_s": pair[1]}
-                for (active, size), pair in sliced.items()
             ],
             "updates": [{"active": active, "seconds": took[active, 0][0]} for active in together],
             "replays": [
@@ -250,8 +240,7 @@ class _Worker:
         backend = "nccl" if self.device.type == GPUS else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=self.rank, world_size=self.count)
         messages = beside_gpu(subject, size) if backend == "nccl" else beside_cpu(subject, size)
-        tokens = equal_slices(subject.batch(1)[0].shape[1], SLICES) if has_slices(subject) else ()
-        steps = steps_of(self.settings, self.device, rows_of(subject, size), tokens)
+        steps = steps_of(self.settings, self.device, rows_of(subject, size))
         self.barrier.wait(LIMIT_S)
         dist.destroy_process_group()
         return {"messages": messages, "steps": steps}

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LEAST_PASSES: Final = 3
 MOST_PASSES: Final = 40
-SLICES: Final = 4  # of a sequence, as `collectives_bench/cost/modes.py` assumes
-TOKENS: Final = 2  # dimensions of a batch of token sequences
 GPUS: Final = "cuda"
 Parts = tuple[Callable[[], None], ...]
 
@@ -60,15 +58,9 @@ def subject_of(settings: "TrainSettings", device: torch.device) -> TimedModel:
     return TimedModel(settings, numerics, model, numerics.optimizer(parameters, settings.optimizer), batch)
 
 
-def passes_of(subject: TimedModel, size: int, slices: int = 1) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return functions that run a forward of `size` samples, and the backward of the last forward.
-
-    With `slices`, the samples are only the first of so many slices of their sequences.
-    """
+def passes_of(subject: TimedModel, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return functions that run a forward of `size` samples, and the backward of the last forward."""
     inputs, targets = subject.batch(size)
-    if slices > 1:
-        tokens = inputs.shape[1] // slices
-        inputs, targets = inputs[:, :tokens].contiguous(), targets[:, :tokens].contiguous()
     losses: list[Tensor] = []
 
     def forward() -> None:
@@ -90,13 +82,6 @@ def fits(subject: TimedModel, size: int) -> bool:
         torch.cuda.empty_cache()
         return False
     return True
-
-
-def has_slices(subject: TimedModel) -> bool:
-    """Return whether the model reads sequences of tokens that can be cut into slices; on CPUs only."""
-    inputs, _ = subject.batch(1)
-    is_tokens = inputs.dim() == TOKENS and not inputs.is_floating_point() and inputs.shape[1] >= SLICES
-    return is_tokens and subject.device.type != GPUS and isinstance(subject.model, LayerStack)
 
 
 def updating(subject: TimedModel) -> Callable[[], None]:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.basics.sections import PlainSection, replaced
+from muster.jobs.basics.sections import replaced
 from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.timing.device import synchronize
-from muster.jobs.train.timing.passes import GPUS, TimedModel, has_slices
+from muster.jobs.train.timing.passes import GPUS, TimedModel
 from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 WARM: Final = {GPUS: 6, "cpu": 2}  # steps: on GPUs also those before the passes are recorded
 LEAST, MOST, ROUND_S = 2, 8, 1.0  # timed steps
-SLICED: Final = "terapipe"  # needs sequences that can be cut
-MODES: Final = ("flat", "gpipe", "1f1b", "zb1p", SLICED)
+MODES: Final = ("flat", "gpipe", "1f1b", "zb1p")
 FEW, MANY = 1, 4  # micro-batches for each rank
 
 
@@ -43,16 +42,17 @@ def rows_of(subject: TimedModel, samples: int) -> list[tuple[str, int, int]]:
     """
     if subject.device.type == GPUS:
         return [(MODES[0], FEW, samples), ("zb1p", FEW, 1), ("zb1p", MANY, 1)]
-    modes = MODES if has_slices(subject) else MODES[:-1]
+    model = subject.settings.model
+    modes = MODES if model.is_vgg or model.make is not None else (*MODES, "terapipe")  # only GPTs can be sliced
     rows = [(mode, FEW, size) for mode in modes for size in sorted({1, samples})]
     return [*rows, ("gpipe", MANY, 1), ("zero1", FEW, samples)]
 
 
 def steps_of(
-    settings: "TrainSettings", device: torch.device, rows: Sequence[tuple[str, int, int]], tokens: Sequence[int]
+    settings: "TrainSettings", device: torch.device, rows: Sequence[tuple[str, int, int]]
 ) -> list[dict[str, Any]]:
     """Time steps with a stage, or all of the model, on every rank; leave out those that the job's other settings or
-    its model do not allow. A collective. `tokens` are the lengths of the slices of a sequence in mode terapipe.
+    its model do not allow. A collective.
     """
     found = []
     for mode, per_rank, samples in rows:
@@ -62,17 +62,11 @@ def steps_of(
         gc.collect()  # the trainer before
         if device.type == GPUS:
             torch.cuda.empty_cache()
-        given = replaced(settings, **changes)
-        if mode == SLICED:  # would else measure the lengths, so that their number would differ between measurements
-            given = replaced(
-                given, parallel=PlainSection({**vars(given.split(dist.get_world_size())), "tokens": tokens}, (), ())
-            )
         try:
-            timed = _timed(_trainer(given, device))
+            timed = _timed(_trainer(replaced(settings, **changes), device))
         except (RefusedError, ValueError, RuntimeError):  # the same on all ranks
             continue
-        slices = len(tokens) if mode == SLICED else 1
-        found.append({"mode": mode, "microbatches": microbatches, "samples": samples, "slices": slices, **timed})
+        found.append({"mode": mode, "microbatches": microbatches, "samples": samples, **timed})
     gc.collect()
     return found
 

@@ -9,7 +9,7 @@ from muster.collectives_bench.cost.buckets import registered
 from muster.collectives_bench.cost.exposed import Compute, own_buckets
 from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.collectives_bench.cost.modes import WAYS, cut, ways
-from muster.collectives_bench.cost.steps import ModePrediction, PredictedTime, rank
+from muster.collectives_bench.cost.steps import ModePrediction, PredictedTime
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
@@ -148,14 +148,8 @@ def test_without_compute_times_there_is_no_step_and_nothing_is_chosen():
     assert all(found.memory for found in rows if found.way.family == "data")
 
 
-def test_modes_that_are_not_built_are_predicted_and_say_so():
-    drawn = replace(WAYS["zero3"], name="drawn")
-    assert "not built yet" in steps._row(drawn, replace(VGG, ranks=1), None, []).notes
-    assert row("zero3").step is not None
-    assert row("ddp").notes == ()
-
-
 def test_what_a_model_cannot_be_cut_into_says_why():
+    assert row("ddp").notes == ()
     assert row("tensor").notes[-1] == "vgg11 has no width to split"
     assert not row("tensor").fits
     nano = replace(GPT, model=anatomy(GPT_SHAPES["gpt-nano"]), ranks=8)
@@ -195,16 +189,6 @@ def test_the_fastest_mode_that_fits_is_chosen_and_a_margin_inside_the_intervals_
     assert clear is not None
     assert clear.is_clear
     assert clear.margin > 1
-
-
-def test_the_best_of_what_can_be_run_is_told_apart():
-    rows = [row(name, GPT) for name in ("1f1b", "allreduce", "ddp")]
-    rows[0] = replace(rows[0], way=replace(rows[0].way, name="2f2b"))  # a mode of the design that is no job's yet
-    best = rank(rows)
-    able = rank(rows, built=True)
-    assert best is not None
-    assert able is not None
-    assert (best.best.way.name, able.best.way.name) == ("2f2b", "ddp")
 
 
 def test_a_mode_may_fill_nine_tenths_of_the_memory():

@@ -114,7 +114,7 @@ CASES += [
     ("layerwise", {"mode": "zero3", "layerwise": True, "model": UNTIED}, 2),
     ("pure_bf16", {"mode": "zero2", "precision": "pure_bf16"}, 2),
     ("product", PRODUCT, 4),
-    ("terapipe", {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}, 2),  # auto could change the bits
+    ("terapipe", {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}, 2),
     ("clipped zb1p", {"mode": "zb1p", "clip_norm": 1.0}, 2),
 ]
 
