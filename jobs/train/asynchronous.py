@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, cast
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
-from muster.jobs.train.loop import Trainer, report_evaluation
+from muster.jobs.train.loop import report_evaluation
 from muster.jobs.train.metrics import Files, Units
 from muster.jobs.train.parts import PartMetrics, PartTrainer
 from muster.jobs.train.queue_access import QueueAccess, QueueClient, QueueServer
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import ADVICE, NotFiniteError
+from muster.jobs.train.trainer import Trainer
 from muster.jobs.train.work_queue import NONE, CompletedStep, WorkQueue
 from muster.jobs.world.world import World
 

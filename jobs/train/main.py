@@ -47,7 +47,7 @@ from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.identity import kept_of, meta_of
-from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, is_evaluated, train
+from muster.jobs.train.loop import NOT_SAVING, is_evaluated, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
@@ -55,6 +55,7 @@ from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, ProfileRecorder, prepare
 from muster.jobs.train.regroup import Interrupted, LivingState, take_over
 from muster.jobs.train.restoring import restore
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet

@@ -7,11 +7,12 @@ import torch
 
 from muster.jobs.saving.pace import Pace
 from muster.jobs.train.data.loading import Steps, move
-from muster.jobs.train.loop import Trainer
-from muster.jobs.train.metrics import LogSummary, Metrics, TrainedStep
+from muster.jobs.train.metrics import LogSummary, Metrics
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
 from muster.jobs.train.profiling.clock import StepTimes
 from muster.jobs.train.soundness import ADVICE, NotFiniteError
+from muster.jobs.train.trained import TrainedStep
+from muster.jobs.train.trainer import Trainer
 from muster.jobs.train.work_queue import CompletedStep, PartResult
 from muster.jobs.world.guard import running_user_code
 
