@@ -38,9 +38,10 @@ from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import NotSaving, Saver, Target
 from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
-from muster.jobs.spec.expand import split_text, told_division
+from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.spec.recorded import records
+from muster.jobs.spec.rules import told_division
 from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import Data, open_data, require_batch
