@@ -1,4 +1,4 @@
-"""How large the project may be: lines, words, keys, attributes of a class; and no circle of modules.
+"""How large the project may be: lines, words, keys, attributes of a class.
 
 A ceiling may only fall, except by the one commit of an issue that names its allowance. It follows the count: a count
 far below its ceiling fails, too, so that room that was made stays made.
