@@ -17,7 +17,7 @@ from muster.jobs.spec.site import Site
 from muster.launch.common.kinds import KINDS
 from support.imports import PACKAGES, REPOSITORY, modules
 
-CEILINGS: Final = {  # what: (at most, of)
+CEILINGS: Final = {  # {folder or what else is counted: (at most, unit)}; lines are those of Python
     "cloudlab": (2930, "lines"),
     "collectives_bench": (10120, "lines"),
     "ddp": (3710, "lines"),
@@ -27,18 +27,15 @@ CEILINGS: Final = {  # what: (at most, of)
     "muster": (70, "lines"),
     "pipe": (8920, "lines"),
     "slurm": (1450, "lines"),
-    "zero": (4590, "lines"),
-    "tests": (81500, "lines"),
+    "zero": (4600, "lines"),
+    "tests": (81350, "lines"),
     "benchmarks": (12620, "lines"),
-    "README, DESIGN, docs": (45500, "words"),
+    "README, DESIGN, docs": (45480, "words"),
     "job file": (173, "keys"),
     "site file": (35, "keys"),
 }
-SLACK: Final = {
-    "lines": 150,
-    "words": 300,
-    "keys": 1,
-}  # a ceiling further above its count than that, and than 1 %, falls
+# A ceiling that is further above its count than this, and than 1 %, has to be lowered.
+SLACK: Final = {"lines": 150, "words": 300, "keys": 1}
 ATTRIBUTES: Final = 25
 TOO_MANY: Final = {  # classes that wait for an issue: its title
     "Attempt": "Recovery that is proved",
