@@ -40,7 +40,7 @@ def times_of(stage: Stage, section: dict[str, Any]) -> list[float]:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
     from muster.jobs.train.data.loading import move
-    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.trainer import build_trainer
     from muster.jobs.world.world import World
 
     settings = TrainSettings.model_validate(section)

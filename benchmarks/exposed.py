@@ -174,7 +174,7 @@ def _averaging(schedule: str, repeats: int, microbatches: int, job: dict[str, An
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
     from muster.jobs.train.data.loading import move
-    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.trainer import build_trainer
     from muster.jobs.world.world import World
 
     split = {"data": 2, "pipe": 2, "schedule": schedule, "microbatches": microbatches}

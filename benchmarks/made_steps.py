@@ -48,7 +48,7 @@ def stepper(keys: dict[str, Any]) -> Callable[[], tuple[float, float]]:
 
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.trainer import build_trainer
     from muster.jobs.world.world import World
 
     settings = TrainSettings.model_validate(keys)

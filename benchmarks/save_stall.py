@@ -38,9 +38,10 @@ from muster.jobs.saving.schedule import SaveSchedule
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.tensors.snapshot import MemorySnapshot
+from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.layers import whole_layers
 from muster.jobs.train.parallel.replica import Replica
-from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.state import ModelState
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 

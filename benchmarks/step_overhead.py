@@ -38,11 +38,12 @@ from muster.jobs.models.shapes import GptShape
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data, open_data
-from muster.jobs.train.loop import Trainer, build_trainer, run_steps
+from muster.jobs.train.loop import run_steps
 from muster.jobs.train.metrics import Files, LogSummary, Metrics, Units
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.screen import Screen
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 
 Times = dict[str, list[tuple[float, float]]]

@@ -159,7 +159,6 @@ class ShardedDataParallel(Sharded, Reduced):
                 for unit, flat_parameters in zip(units, of_units, strict=True)
             ]
             self.residency = UnitStates(self.module, unit_states, gather, reshard=self.reshard_after_forward)
-        self.units = [unit.name for unit in units]
         self.gather = gather
         self.scatter = self._scatter()
         self.scatter.waiting = _weakly(self)

@@ -6,16 +6,14 @@ step      a tensor of one element, a number, a text, None    each rank has the w
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from muster.zero.flat import FlatParameters
 from muster.zero.layout import Slice
-
-if TYPE_CHECKING:
-    from muster.zero.optimizer import Segment, ShardedOptimizer
+from muster.zero.segments import Segment, SegmentedOptimizer
 
 MASTER: Final = "master"
 NO_SETTINGS: Final = ("params", "param_names")
@@ -30,7 +28,7 @@ class Kinds:
     A trial step finds them.
     """
 
-    def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, optimizer: SegmentedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
         self.settings = [
             {key: value for key, value in {**own, **loaded}.items() if key not in NO_SETTINGS}
             for own, loaded in zip(optimizer.param_groups, groups, strict=True)
@@ -60,7 +58,7 @@ class SliceState(NamedTuple):
     whole: dict[str, Any]
 
 
-def slices_of(optimizer: "ShardedOptimizer") -> Iterator[SliceState]:
+def slices_of(optimizer: SegmentedOptimizer) -> Iterator[SliceState]:
     """Yield the slices of this rank with their states.
 
     Raises:
@@ -83,7 +81,7 @@ def slices_of(optimizer: "ShardedOptimizer") -> Iterator[SliceState]:
             yield SliceState(flat_parameter, at, parts, whole)
 
 
-def _is_split(segment: "Segment", key: str, value: Any, kinds: Kinds, place: int) -> bool:
+def _is_split(segment: Segment, key: str, value: Any, kinds: Kinds, place: int) -> bool:
     """Return whether a state of a segment has one entry per element."""
     if not isinstance(value, Tensor) or value.shape != segment.stepped.shape:
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -10,10 +10,8 @@ from torch import Tensor
 from muster.zero.agreement import require_same, settings_in_words, together
 from muster.zero.kinds import MASTER, NO_SETTINGS, PROBE, Kinds, require_whole
 from muster.zero.layout import Slice
+from muster.zero.segments import Segment, SegmentedOptimizer
 from muster.zero.states import RANGE, SHARD, numbers_of, parameters_of
-
-if TYPE_CHECKING:
-    from muster.zero.optimizer import Segment, ShardedOptimizer
 
 Entries = Mapping[str, Any]
 ANOTHER: Final = "the state is from a different optimizer"
@@ -22,7 +20,7 @@ Cut = tuple[dict[str, Tensor], dict[str, Any]]  # the states of a slice: with on
 
 
 @torch.no_grad()
-def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
+def load(optimizer: SegmentedOptimizer, given: Mapping[str, Any]) -> None:
     """Load a shard or a whole state. A collective.
 
     Raises:
@@ -53,7 +51,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
     optimizer.share_settings()
 
 
-def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
+def _checked(optimizer: SegmentedOptimizer, given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
     """Check the groups and their parameters.
 
     Return the groups, and the entries by this optimizer's parameter numbers.
@@ -84,7 +82,7 @@ def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[l
     return groups, {numbers[key]: entries for key, entries in state.items()}
 
 
-def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], kinds: Kinds) -> None:
+def _check_entries(optimizer: SegmentedOptimizer, state: Mapping[int, Entries], kinds: Kinds) -> None:
     """Check that each parameter has the states that the optimizer keeps, in the parameter's shape."""
     parameters = parameters_of(optimizer)
     places = [place for place, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -125,7 +123,7 @@ def _is_split(key: str, value: Any, kept: Mapping[str, Any], shape: tuple[int, .
     return isinstance(like, Tensor) and like.shape == PROBE
 
 
-def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Any]) -> Cut:
+def _cut(segment: Segment, at: Slice, entries: Entries, kept: Mapping[str, Any]) -> Cut:
     """Return the states of a slice, tensors as views.
 
     Raises:
@@ -159,7 +157,7 @@ def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Any
     return split, whole
 
 
-def _joined(segment: "Segment", slices: Sequence[Cut]) -> dict[str, Any]:
+def _joined(segment: Segment, slices: Sequence[Cut]) -> dict[str, Any]:
     """Join the states of a segment's slices.
 
     Raises:
@@ -176,7 +174,7 @@ def _joined(segment: "Segment", slices: Sequence[Cut]) -> dict[str, Any]:
     return {**whole, **{key: _side_by_side(segment, key, [each for each, _ in slices]) for key in split}}
 
 
-def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def _side_by_side(segment: Segment, key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """Copy the states of slices into one tensor with the segment's layout, and zeros in the gaps."""
     if len(slices) == 1:
         return slices[0][key]
@@ -186,9 +184,7 @@ def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Te
     return whole
 
 
-def _fill(
-    inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Any], fresh: Mapping[str, Any]
-) -> None:
+def _fill(inner: torch.optim.Optimizer, segment: Segment, loaded: Mapping[str, Any], fresh: Mapping[str, Any]) -> None:
     """Replace a segment's state, in place if it exists. Without a loaded state, reset it to a new optimizer's state."""
     if MASTER in loaded:
         segment.stepped.copy_(loaded[MASTER])

@@ -10,7 +10,7 @@ arrive as shards, and the parameters are gathered during the next forward.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +26,15 @@ from muster.zero.apart import PARAMS, refuse_duplicates, require_apart
 from muster.zero.elementwise import require_elementwise
 from muster.zero.flat import FlatParameters, ParameterRange
 from muster.zero.kinds import slices_of
-from muster.zero.layout import Slice, runs
+from muster.zero.layout import runs
 from muster.zero.scaling import overflow
+from muster.zero.segments import NAMES, Segment, SegmentedOptimizer, settings_of
 from muster.zero.sources import Alone, Source
 
 Parameters = Iterable[Any]
-NAMES: Final = "param_names"
-_UNSET: Final = object()
 
 
-class Segment:
-    """Adjacent slices in one flat tensor's shard, which the inner optimizer steps as one tensor."""
-
-    def __init__(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> None:
-        self.flat_parameter = flat_parameter
-        self.slices = slices
-        self.begin = slices[0].offset
-        self.end = slices[-1].offset + slices[-1].elements
-        self.stepped = nn.Parameter(flat_parameter.stepped[self.begin : self.end], requires_grad=True)
-
-
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(SegmentedOptimizer):
     """An optimizer that applies any element-wise `torch.optim` optimizer to this rank's shard of the parameters.
 
     The constructor, `add_param_group`, `step` and `load_state_dict` are collectives. Every rank must pass the same
@@ -104,10 +92,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard(self.param_groups)
         self._is_built = True
 
-    def fresh(self, settings: Mapping[str, Any], tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """Build an optimizer like the inner one, with one group."""
-        return self._kind([{**settings, PARAMS: tensors}], **self._options)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own hyper-parameters. A collective.
 
@@ -144,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             line
             for group, parameters in zip(groups, named, strict=True)
             for line in (
-                f"a group with {settings_in_words(_settings(group))}",
+                f"a group with {settings_in_words(settings_of(group))}",
                 *(f"parameter {name} {tuple(each.shape)} {each.dtype}" for name, each in parameters),
             )
         ]
@@ -155,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             segments = [
                 segment for flat_parameter in flat_parameters for segment in self._segments(flat_parameter, wanted)
             ]
-            made = self.fresh(_settings(group), [segment.stepped for segment in segments])
+            made = self.fresh(settings_of(group), [segment.stepped for segment in segments])
             self.segments.append(segments)
             self.inner.add_param_group(made.param_groups[0])
             self.inner.state.update(made.state)
@@ -295,22 +279,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
-    def share_settings(self) -> None:
-        """Copy changed settings between the groups of the outer and inner optimizer.
-
-        If a setting has changed in both groups, the outer value is kept. The caller sets learning rates in the outer
-        groups. The inner optimizer may store counters and estimates in its own groups, and change them in its step or
-        other methods.
-        """
-        for outer, inner, agreed in zip(self.param_groups, self.inner.param_groups, self._agreed, strict=True):
-            own = _settings(outer)
-            for key, value in _settings(inner).items():
-                if value is not agreed.get(key, _UNSET) and own.get(key, _UNSET) is agreed.get(key, _UNSET):
-                    outer[key] = value
-            agreed.clear()
-            agreed.update(_settings(outer))
-            inner.update(agreed)
-
     def _segments(self, flat_parameter: FlatParameters, wanted: set[int]) -> list[Segment]:
         if self.masters and flat_parameter.dtype.itemsize == 2:
             flat_parameter.make_masters()
@@ -327,10 +295,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _real(gradient: Tensor) -> Tensor:
     """View complex numbers as pairs of real ones."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
 def _named(group: Mapping[str, Any], number: int) -> list[tuple[str, nn.Parameter]]:

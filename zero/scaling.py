@@ -6,19 +6,17 @@ wrapper, gradients exist only as shards, which `ShardedGradScaler` reads.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import device_of
-
-if TYPE_CHECKING:
-    from muster.zero.optimizer import ShardedOptimizer
+from muster.zero.segments import SegmentedOptimizer
 
 
-def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
+def overflow(optimizer: SegmentedOptimizer, stepped: Sequence[Tensor]) -> bool:
     """If a GradScaler has called the step, unscale the gradients of `stepped`. Return True if all ranks must skip the
     step.
 

@@ -1,12 +1,12 @@
 """Sources of an optimizer's shards: they provide the gradients of the shards, and gather the parameters after a step.
 
 Alone     no wrapper: every rank has whole gradients, and the parameters are gathered before the step returns
-Joined    the optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers the parameters later
+Joined    a wrapper's optimizer, in `sharded.py`: gradients arrive as shards, and the wrapper gathers parameters later
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,13 +14,9 @@ from torch import Tensor, nn
 from muster.ddp.gradients import Named, deal, is_dense, refuse_sparse
 from muster.ddp.means import Group
 from muster.ddp.timeouts import Entered, waiting_for
-from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters, mend
 from muster.zero.gather import Gather, gather_for
 from muster.zero.layout import Slice
-
-if TYPE_CHECKING:
-    from muster.zero.sharded import Sharded
 
 FLAT_MB: Final = 25.0  # maximum size of the optimizer's own flat tensors; building one needs as much extra memory
 
@@ -170,83 +166,3 @@ class Alone(Source):
     def forget(self, *, set_to_none: bool) -> None:
         """Drop the original layout of gradients. Every gradient is a parameter's `.grad`."""
         self._copied = []
-
-
-class Joined(Source):
-    """The source of a wrapper's optimizer. Gradients arrive as shards, and the wrapper gathers parameters."""
-
-    def __init__(self, wrapper: "Sharded") -> None:
-        self.wrapper = wrapper
-        self.group = wrapper.process_group
-        self.exact = wrapper.exact
-        self._mine: set[int] = set()  # ids of this optimizer's parameters
-        # Vector kernels round the last elements of a tensor differently, so exact steps do not join parameters.
-        self.joins = not wrapper.find_unused_parameters and not wrapper.exact
-
-    def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
-        known = {id(each) for flat_parameter in self.wrapper.flat_parameters for each in flat_parameter.parameters}
-        if strange := [name for name, each in parameters if id(each) not in known]:
-            raise ValueError(
-                f"parameter {strange[0]} of a group does not belong to the wrapped module; pass only its parameters"
-            )
-        asked = {id(each) for _, each in parameters}
-        self._mine |= asked
-        return [
-            flat_parameter
-            for flat_parameter in self.wrapper.flat_parameters
-            if flat_parameter.trains and any(id(each) in asked for each in flat_parameter.parameters)
-        ]
-
-    def mend(self) -> None:
-        """Wait for gathers in progress, and accept parameters whose `.data` was set."""
-        self.wrapper.synchronize()
-        mend(self.wrapper.flat_parameters)
-
-    def collect(self) -> None:
-        """Check that gradients are shards from a synchronized backward.
-
-        Raises:
-            RuntimeError: If a parameter has a gradient that only this rank has.
-        """
-        with as_it_is():
-            left = [
-                name for flat_parameter, name, each in self._own() if each.grad is not None and flat_parameter.trains
-            ]
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise RuntimeError(
-                f"{left[0]}{more}: has a .grad that was not averaged over ranks, so a step would ignore it; run the "
-                "last backward outside no_sync(), and do not set .grad yourself"
-            )
-
-    def _own(self) -> Iterator[tuple[FlatParameters, str, nn.Parameter]]:
-        """Yield this optimizer's parameters, each with its flat tensor and name."""
-        for flat_parameter in self.wrapper.flat_parameters:
-            for name, each in flat_parameter.named:
-                if id(each) in self._mine:
-                    yield flat_parameter, name, each
-
-    def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """View a part of the gradient's shard. Return None for a parameter that no rank has used."""
-        unused = self.wrapper.unused
-        if flat_parameter.grad is None or (unused and any(flat_parameter.names[at.tensor] in unused for at in slices)):
-            return None
-        return flat_parameter.grad[slices[0].offset : slices[-1].offset + slices[-1].elements]
-
-    def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return the shards, because no rank has whole gradients."""
-        return shards
-
-    def spread(self) -> None:
-        self.wrapper.spread()
-
-    def forget(self, *, set_to_none: bool) -> None:
-        """Drop the shards of this optimizer's gradients. Other optimizers of the wrapper keep their gradients."""
-        for flat_parameter in {id(flat_parameter): flat_parameter for flat_parameter, _, _ in self._own()}.values():
-            if all(id(each) in self._mine for each in flat_parameter.parameters):
-                flat_parameter.drop_gradient(set_to_none=set_to_none)
-            elif flat_parameter.grad is not None:
-                for at in flat_parameter.slices:
-                    if id(flat_parameter.parameters[at.tensor]) in self._mine:
-                        flat_parameter.of(flat_parameter.grad, at).zero_()
-        self.wrapper.forget_shards()

@@ -9,7 +9,7 @@ into an optimizer that is not sharded.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,14 @@ from muster.zero.agreement import together
 from muster.zero.flat import ParameterRange
 from muster.zero.kinds import MASTER, slices_of
 from muster.zero.layout import Slice
-
-if TYPE_CHECKING:
-    from muster.zero.optimizer import ShardedOptimizer
+from muster.zero.segments import SegmentedOptimizer
 
 RANGE: Final = "range"
 SHARD: Final = "shard"
 State = dict[str, Any]
 
 
-def held(optimizer: "ShardedOptimizer") -> Iterator[ParameterRange]:
+def held(optimizer: SegmentedOptimizer) -> Iterator[ParameterRange]:
     """Yield the tensors of this rank's state."""
     for flat_parameter, at, split, whole in slices_of(optimizer):
         name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
@@ -50,7 +48,7 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(each): number for number, each in enumerate(parameters_of(optimizer))}
 
 
-def _groups(optimizer: "ShardedOptimizer") -> list[State]:
+def _groups(optimizer: SegmentedOptimizer) -> list[State]:
     optimizer.share_settings()
     numbers = numbers_of(optimizer)
     return [
@@ -62,7 +60,7 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
     ]
 
 
-def _entries(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], dict[str, Any], bool]]:
+def _entries(optimizer: SegmentedOptimizer) -> list[tuple[int, Slice, dict[str, Tensor], dict[str, Any], bool]]:
     """List this rank's slices that have a state: (parameter number, slice, states with one entry per element, other
     states, whether the states must be saved).
 
@@ -79,7 +77,7 @@ def _entries(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, 
     return sorted(found, key=lambda each: each[0])
 
 
-def local(optimizer: "ShardedOptimizer") -> State:
+def local(optimizer: SegmentedOptimizer) -> State:
     """Return this rank's shard. As in `torch.optim`, tensors are not copied."""
     state = {
         number: {RANGE: (at.start, at.stop), **whole, **split}
@@ -89,7 +87,7 @@ def local(optimizer: "ShardedOptimizer") -> State:
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
 
-def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
+def full(optimizer: SegmentedOptimizer, recipient: int | None) -> State | None:
     """Return the state of all parameters on one rank of the group, or on all ranks. A collective.
 
     The ranks first exchange lists of their states. Then each rank in turn sends one message per dtype.
@@ -155,7 +153,7 @@ def _from_json(said: Any) -> Any:
     return torch.tensor(said["value"], dtype=_dtype(said["dtype"])) if isinstance(said, dict) else said
 
 
-def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:
+def _hand_over(optimizer: SegmentedOptimizer, message: Tensor, owner: int, recipient: int | None) -> bool:
     """Send a message from its owner to the recipient, or to all ranks. Return whether this rank is a recipient."""
     group, rank = optimizer.group, optimizer.rank
     if recipient is None:

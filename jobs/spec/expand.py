@@ -15,17 +15,16 @@ from muster.pipe.schedules.cuts import by_hand
 from muster.pipe.schedules.tables import SCHEDULES
 
 if TYPE_CHECKING:
-    from muster.jobs.spec.rules import TrainRules
     from muster.jobs.spec.split import ParallelSettings
-    from muster.jobs.spec.train_fields import ModelSettings
+    from muster.jobs.spec.train_fields import ModelSettings, TrainFields
 
-T = TypeVar("T", bound="TrainRules")
+T = TypeVar("T", bound="TrainFields")
 
 # Default number of micro-batches per rank of a pipeline. With 4 ranks, 1f1b then idles 3 / 19 of the time.
 FILL: Final = 4
 
 
-def split_of(settings: "TrainRules", world_size: int) -> Parallel:
+def split_of(settings: "TrainFields", world_size: int) -> Parallel:
     """Return the split that the mode or `parallel:` gives for a world size.
 
     Raises:
@@ -41,31 +40,14 @@ def split_of(settings: "TrainRules", world_size: int) -> Parallel:
     return _filled(settings, parallel)
 
 
-def microbatches_of(settings: "TrainRules", world_size: int) -> int:
+def microbatches_of(settings: "TrainFields", world_size: int) -> int:
     """Return the number of micro-batches of a pipeline on that many ranks; with `parallel:`, on its own ranks."""
     return _filled(settings, _unfilled(settings, world_size)).microbatches
 
 
-def given_microbatches(settings: "TrainRules") -> int | None:
+def given_microbatches(settings: "TrainFields") -> int | None:
     """Return the number of micro-batches that the job sets, or None if the default applies."""
     return (settings.parallel and settings.parallel.microbatches) or settings.microbatches
-
-
-def told_division(settings: "TrainRules", before: int, now: int) -> str:
-    """Describe how the division of every batch changes with the number of ranks; "" if it does not."""
-    fitted = [(with_copies(settings, ranks), ranks) for ranks in (before, now)]
-    parts = [(each.virtual_world_size(ranks), each.accumulation(ranks)) for each, ranks in fitted]
-    changes = [
-        f"{counted(has, name)} instead of {had}"
-        for name, had, has in zip(("shard", "micro-batch"), *parts, strict=True)
-        if had != has
-    ]
-    if not changes:
-        return ""
-    return (
-        f"{counted(now, 'rank')} instead of {before}: batches are divided into {' and '.join(changes)}, which changes "
-        "rounding and random numbers; exact: true keeps results equal"
-    )
 
 
 def with_copies(settings: T, world_size: int) -> T:
@@ -79,7 +61,7 @@ def with_copies(settings: T, world_size: int) -> T:
     return settings if left or not copies else replaced(settings, parallel=replaced(given, data=copies))
 
 
-def _unfilled(settings: "TrainRules", world_size: int) -> Parallel:
+def _unfilled(settings: "TrainFields", world_size: int) -> Parallel:
     given = settings.parallel
     if given is None:
         return MODES[settings.mode].expand(world_size)
@@ -90,7 +72,7 @@ def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:
     return (("data", given.data), ("pipe", given.pipe), ("tensor", given.tensor))
 
 
-def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
+def _filled(settings: "TrainFields", parallel: Parallel) -> Parallel:
     """Set the number of micro-batches per batch and the number of model slices (chunks) per rank of a pipeline."""
     if not parallel.schedule:
         return parallel
@@ -100,7 +82,7 @@ def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
 
-def split_text(settings: "TrainRules") -> str:
+def split_text(settings: "TrainFields") -> str:
     """Return the name of the mode, or a text for the split given by `parallel:`."""
     given = settings.parallel
     if given is None:
@@ -114,7 +96,7 @@ def split_text(settings: "TrainRules") -> str:
     return f"{shared} by {given.sync}"
 
 
-def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
+def check_pipeline(settings: "TrainFields", parallel: Parallel) -> None:
     """Refuse an impossible pipeline before any rank is started.
 
     Raises:
@@ -169,14 +151,13 @@ def _fewer_stages(parallel: Parallel, layers: int) -> str:
     return " or ".join(ways) or f"fewer ranks and chunks, for at most {layers} stages"
 
 
-def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
-    """Refuse a batch that cannot be divided among the virtual ranks.
+def check_batch(settings: "TrainFields", parallel: Parallel, shards: int) -> None:
+    """Refuse a batch that cannot be divided among the virtual ranks, `shards` in number.
 
     Raises:
         RefusedError: if the number of virtual ranks is not a multiple of the number of ranks, or the batch is too
             small.
     """
-    shards = settings.virtual_world_size(parallel.world_size)
     if shards % parallel.data:
         raise RefusedError(
             f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be divided evenly among {parallel.data} "
@@ -184,7 +165,7 @@ def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
         )
     parts = settings.grad_accumulation
     if settings.batch_size < shards * parts:
-        kind = "data-parallel rank" if settings.splits_layers else "rank"
+        kind = "data-parallel rank" if parallel.tensor > 1 else "rank"
         raise RefusedError(
             f"train.batch_size: {settings.batch_size} is less than one sample for each of {counted(shards, kind)}"
             + (f" x {parts} accumulation steps" if parts > 1 else "")
@@ -225,7 +206,7 @@ def layer_names(model: "ModelSettings") -> list[str]:
     return ["embed", *(f"block{number}" for number in range(1, blocks + 1)), "norm", "head"]
 
 
-def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
+def check_tensor(settings: "TrainFields", parallel: Parallel) -> None:
     """Refuse a model whose layers cannot be split over this many tensor ranks, before any rank is started.
 
     Raises:

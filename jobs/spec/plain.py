@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from muster.jobs.basics.sections import PlainSection
-from muster.jobs.spec.rules import ModelRules, TrainRules
+from muster.jobs.spec.model_rules import ModelRules
+from muster.jobs.spec.rules import TrainRules
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -6,65 +6,14 @@ Two classes inherit these rules. `TrainSettings` (`jobs/spec/train.py`) validate
 
 from typing import TYPE_CHECKING
 
-from muster.jobs.models.shapes import VGG_SHAPES
-from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, split_of
+from muster.jobs.basics.words import counted
+from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, split_of, with_copies
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import TrainFields  # the type of the keys that the rules read
 else:
     TrainFields = object
-
-
-class ModelRules:
-    """Values derived from the keys of `train.model`."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def name(self) -> str | None:
-            """The key `name`."""
-
-        @property
-        def make(self) -> str | None:
-            """The key `make`."""
-
-        @property
-        def context(self) -> int | None:
-            """The key `context`."""
-
-        @property
-        def tied(self) -> bool:
-            """The key `tied`."""
-
-        @property
-        def dropout(self) -> float:
-            """The key `dropout`."""
-
-    @property
-    def is_vgg(self) -> bool:
-        """True for a VGG, which reads images."""
-        return self.name in VGG_SHAPES
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True if the built-in data sets supply this model with tokens instead of images."""
-        return self.context is not None if self.make is not None else not self.is_vgg
-
-    @property
-    def ties_head(self) -> bool:
-        """True if this is a built-in model whose head and embedding share their weight."""
-        return self.tied and self.make is None and not self.is_vgg
-
-    @property
-    def draws(self) -> bool:
-        """True if a forward may draw random numbers."""
-        return self.make is not None or self.dropout > 0.0
-
-    @property
-    def title(self) -> str:
-        """The name of the model in messages."""
-        return self.make or self.name or "gpt"
 
 
 class TrainRules(TrainFields):
@@ -161,4 +110,21 @@ class TrainRules(TrainFields):
         if parallel.schedule:
             check_pipeline(self, parallel)
             return
-        check_batch(self, parallel)
+        check_batch(self, parallel, self.virtual_world_size(world_size))
+
+
+def told_division(settings: TrainRules, before: int, now: int) -> str:
+    """Describe how the division of every batch changes with the number of ranks; "" if it does not."""
+    fitted = [(with_copies(settings, ranks), ranks) for ranks in (before, now)]
+    parts = [(each.virtual_world_size(ranks), each.accumulation(ranks)) for each, ranks in fitted]
+    changes = [
+        f"{counted(has, name)} instead of {had}"
+        for name, had, has in zip(("shard", "micro-batch"), *parts, strict=True)
+        if had != has
+    ]
+    if not changes:
+        return ""
+    return (
+        f"{counted(now, 'rank')} instead of {before}: batches are divided into {' and '.join(changes)}, which changes "
+        "rounding and random numbers; exact: true keeps results equal"
+    )

@@ -9,9 +9,9 @@ from typing_extensions import Self
 
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.spec.model_rules import ModelRules
 from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.profile import OFF, ProfileSettings
-from muster.jobs.spec.rules import ModelRules
 from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 from muster.jobs.user.code import FORM, split

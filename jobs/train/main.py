@@ -38,15 +38,16 @@ from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import NotSaving, Saver, Target
 from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
-from muster.jobs.spec.expand import split_text, told_division
+from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.spec.recorded import records
+from muster.jobs.spec.rules import told_division
 from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.identity import kept_of, meta_of
-from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, is_evaluated, train
+from muster.jobs.train.loop import NOT_SAVING, is_evaluated, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
@@ -54,6 +55,7 @@ from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, ProfileRecorder, prepare
 from muster.jobs.train.regroup import Interrupted, LivingState, take_over
 from muster.jobs.train.restoring import restore
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet

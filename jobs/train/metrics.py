@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +26,10 @@ from torch import Tensor
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.terminal import warn
-from muster.jobs.train.carried import CarriedStep, gather_carried
 from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.epochs import EpochLog
 from muster.jobs.train.profiling.clock import StepMarks, StepTimes
+from muster.jobs.train.trained import CarriedStep, TrainedStep, gather_carried
 from muster.jobs.world.tensorboard import EventFiles
 from muster.jobs.world.world import World, add_in_order
 
@@ -69,24 +69,6 @@ class LogSummary:
     broken: int | None  # the first step since the last log point whose loss is not finite
     losses: list[tuple[int, float]]  # (step, loss) of every step since the last log point
     notes: list[list[float]]  # the note of each rank
-
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """One completed step. `losses` has the sum of losses of each of this rank's virtual ranks."""
-
-    batch: GlobalBatch
-    losses: list[Tensor]
-    samples: int
-    lr: float
-    time: float
-    profile: str | None = None  # "warm-up", "recorded" or "written", if the profiler was active
-    figures: Mapping[str, Tensor] = field(default_factory=dict)  # additional columns: scalars
-
-    @property
-    def number(self) -> int:
-        """The step counted from 1, as in rows."""
-        return self.batch.step + 1
 
 
 class Metrics:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,14 @@ from muster.jobs.node.rank_start import become_another
 from muster.jobs.node.reports import Reporter
 from muster.jobs.tensors.modules import persistent_buffers
 from muster.jobs.tensors.parts import TensorPart, dtype_of
-from muster.jobs.train.carried import CarriedStep
 from muster.jobs.train.data import Data
+from muster.jobs.train.trained import CarriedStep
+from muster.jobs.train.trainer import Trainer
 from muster.jobs.user import code
 from muster.jobs.world.connections import GroupConnections, StoreConnection, leave_group
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.guard import complain
 from muster.jobs.world.world import World
-
-if TYPE_CHECKING:
-    from muster.jobs.train.loop import Trainer
 
 PATIENCE_S: Final = 600.0  # how long to wait for an order; the supervisor decides earlier
 # Settings that turn off what PyTorch does if NCCL finds a lost peer. It would end the process, after it has slept for a
@@ -146,7 +144,7 @@ class LivingState:
         self._world, self._exchanges, self._exchanged = world, world.device.type == "cuda", 0
         return replace(world, check=self.check)
 
-    def hold(self, trainer: "Trainer", done: int) -> None:
+    def hold(self, trainer: Trainer, done: int) -> None:
         """Hold the state of a trainer after `done` steps."""
         self.trainer, self.done, self._in_step = trainer, done, False
         self.device_index, self._can_wait = trainer.world.device.index, True
@@ -186,7 +184,7 @@ class LivingState:
             if torch.stack(numbers).tolist() != [*range(first, first + world.size)]:
                 raise Interrupted("another rank has left the group")
 
-    def begin(self, trainer: "Trainer", done: int, reporter: Reporter) -> None:
+    def begin(self, trainer: Trainer, done: int, reporter: Reporter) -> None:
         """Hold the state of a trainer, and report which ranks have copies of it."""
         self.hold(trainer, done)
         if self.stays and trainer.world.rank == 0:
@@ -285,7 +283,7 @@ class LivingState:
         return order
 
 
-def replicas_of(trainer: "Trainer") -> tuple[list[tuple[int, int, int]], str]:
+def replicas_of(trainer: Trainer) -> tuple[list[tuple[int, int, int]], str]:
     """List the groups of ranks of which one must live, as (first, count, stride); none, and why, if all must."""
     engine, world = trainer.engine, trainer.world
     if why := why_unique(trainer):
@@ -303,12 +301,12 @@ def parts_of(world: World) -> list[range]:
     return [range(first, first + stage, world.tensor) for first in firsts]
 
 
-def is_split(trainer: "Trainer") -> bool:
+def is_split(trainer: Trainer) -> bool:
     """Return whether each rank has only some of the layers, or only a part of each layer."""
     return trainer.engine.stages is not None or trainer.world.tensor > 1
 
 
-def why_unique(trainer: "Trainer") -> str:
+def why_unique(trainer: Trainer) -> str:
     """Return why no rank has the state of another; "" if all ranks have all of the state."""
     stages = trainer.engine.stages
     if trainer.settings.sync not in COPIED or (is_split(trainer) and trainer.settings.parallel is None):
@@ -318,7 +316,7 @@ def why_unique(trainer: "Trainer") -> str:
     return ""
 
 
-def reloads(trainer: "Trainer") -> bool:
+def reloads(trainer: Trainer) -> bool:
     """Return whether the ranks that are left can load a checkpoint from memory without a restart.
 
     They are any number of ranks, or of whole copies of a split model.
@@ -327,7 +325,7 @@ def reloads(trainer: "Trainer") -> bool:
     return has_copies and trainer.settings.sync in (*COPIED, *SHARDED)
 
 
-def take_over(living: LivingState, trainer: "Trainer", reporter: Reporter) -> NewestState:
+def take_over(living: LivingState, trainer: Trainer, reporter: Reporter) -> NewestState:
     """Give a new trainer the newest state of any rank: a collective. Then the rank keeps the new trainer's state.
 
     Raises:

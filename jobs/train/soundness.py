@@ -24,7 +24,7 @@ from torch import Tensor
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.numerics.scaling import Scaler
-from muster.jobs.train.parallel.state import MODEL
+from muster.jobs.train.parallel.forms import MODEL
 from muster.jobs.world.world import World
 
 LOG_POINTS: Final = 3  # number of consecutive log points without any finite loss after which training ends

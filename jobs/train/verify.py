@@ -26,11 +26,11 @@ from muster.jobs.train.compare import TensorComparison, compare, max_difference
 from muster.jobs.train.data.loading import move, move_inputs
 from muster.jobs.train.data.sampling import total_steps
 from muster.jobs.train.evaluate import block_indices
-from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.main import join, open_same_data, run_of, settings_of
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.numerics.optim import set_learning_rate
 from muster.jobs.train.reference import LOSS, Reference, Setting, TrainingOutcome, tensors_in
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 

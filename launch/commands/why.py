@@ -10,7 +10,7 @@ from typing import Any, Final
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, processes, rankset, screen
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.event_rows import typed_lines
 from muster.launch.common.follow import tail_lines
 from muster.launch.look.history import ON_PURPOSE, AttemptHistory, EventsOfAttempts, read_history
 from muster.launch.look.history_view import attempt_lines

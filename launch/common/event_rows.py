@@ -1,15 +1,19 @@
-"""Decode the rows that a large run has in its events.jsonl for every node and rank, ten times as fast as `typed` does.
+"""Read the rows of a log, those that a large run has for every node and rank ten times as fast as `typed` does.
 
-The types below have the bounds of `fields.FIELDS`. A row with any other event, field or value is not decoded here.
+The types below have the bounds of `fields.FIELDS`. A row with any other event, field or value is left to `typed`.
 """
 
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
-from muster.jobs.basics.reading import LATEST_S
+from muster.jobs.basics.files import lines_of
+from muster.jobs.basics.reading import LATEST_S, parse_json
 from muster.jobs.machine.linux import signal_name
-from muster.launch.common.fields import LONGEST_TEXT, MOST, MOST_ATTEMPTS, MOST_LINES, MOST_PIDS, MOST_RANKS
+from muster.launch.common.fields import LONGEST_TEXT, MOST, MOST_ATTEMPTS, MOST_LINES, MOST_PIDS, MOST_RANKS, typed
 
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=LATEST_S)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
@@ -66,3 +70,13 @@ def decoded(line: bytes) -> dict[str, object] | None:
         if found[name] is None:
             del found[name]
     return found
+
+
+def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the typed records of a log. Errors as for `jobs.basics.files.read_lines`."""
+    for line in lines_of(path):
+        if (row := decoded(line)) is None:
+            with suppress(ValueError):  # skip damaged lines, which a full disk can cause
+                row = typed(parse_json(line))
+        if row is not None:
+            yield row

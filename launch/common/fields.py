@@ -7,12 +7,9 @@ A value with the wrong type or out of bounds is dropped, as if it were missing. 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from muster.jobs.basics.files import lines_of
 from muster.jobs.basics.reading import LATEST_S, parse_json
 from muster.jobs.machine.linux import signal_number
 
@@ -192,15 +189,3 @@ def typed_line(line: bytes) -> dict[str, Any]:
     except ValueError:  # a full disk can truncate a line
         return {}
     return typed(row) if isinstance(row, dict) else {}
-
-
-def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the typed records of a log. Errors as for `jobs.basics.files.read_lines`."""
-    from muster.launch.common.event_rows import decoded
-
-    for line in lines_of(path):
-        if (row := decoded(line)) is None:
-            with suppress(ValueError):  # skip damaged lines, which a full disk can cause
-                row = typed(parse_json(line))
-        if row is not None:
-            yield row

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import MOST_ATTEMPTS, real, typed_lines
+from muster.launch.common.event_rows import typed_lines
+from muster.launch.common.fields import MOST_ATTEMPTS, real
 from muster.launch.records.runrows import IN_MEMORY, LIVING, first_and_last_step
 from muster.launch.records.runstate import DIRECT, RunState
 from muster.launch.records.verdict import RankEnd

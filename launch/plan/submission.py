@@ -20,7 +20,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.gone import first_gone
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.event_rows import typed_lines
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.interpreter import Interpreter
 from muster.launch.plan.plan import Context

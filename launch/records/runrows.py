@@ -12,7 +12,8 @@ from muster.jobs.basics import reading
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import rankset
-from muster.launch.common.fields import MOST_RANKS, below, text, typed_line, typed_lines
+from muster.launch.common.event_rows import typed_lines
+from muster.launch.common.fields import MOST_RANKS, below, text, typed_line
 from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
 from muster.launch.records.stragglers import KINDS, PARTS, Slowness, Straggler

@@ -18,7 +18,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.slurm import SlurmSettings
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.event_rows import typed_lines
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import had_session

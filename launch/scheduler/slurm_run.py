@@ -10,7 +10,7 @@ from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.event_rows import typed_lines
 from muster.launch.plan.plan import Context
 from muster.launch.plan.spares import nodes_with_spares
 from muster.launch.plan.submission import Submission

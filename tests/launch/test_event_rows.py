@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import append_lines, read_lines
-from muster.launch.common.event_rows import decoded
-from muster.launch.common.fields import MOST_RANKS, typed, typed_lines
+from muster.launch.common.event_rows import decoded, typed_lines
+from muster.launch.common.fields import MOST_RANKS, typed
 
 STARTED = {"time": 1e9, "event": "started", "attempt": 0, "node": 1, "host": "n1"}
 STARTED |= {"ranks": [[2, 700], [3, 701]], "ticks": [[2, 9], [3, 10]]}

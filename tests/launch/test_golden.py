@@ -29,6 +29,7 @@ ENDS = {  # a part of the run's name: what `muster why` says of its end
     "sweep-plain-": "2 done",
     "zero-": "2 ranks ended with 0",
 }
+TRAININGS = ENDS.keys() - {"bench-", "session-", "sweep-plain-"}
 Muster = Callable[..., tuple[int, str, str]]
 
 
@@ -60,16 +61,35 @@ def test_status_and_why_read_every_run(golden: Path, in_process: Muster) -> None
         assert "done" in text
 
 
+def test_watch_logs_and_timeline_read_every_run(golden: Path, in_process: Muster) -> None:
+    last = {"bench-": "all_gather", "asynchronous-": "step 1200/1200", "in-place-": "step 400/400"}
+    for name in ENDS.keys() - {"sweep-plain-"}:
+        code, text, said = in_process("watch", name)
+        assert (code, said) == (0, ""), name
+        assert "done" in text
+        code, text, said = in_process("logs", name)
+        assert (code, said) == (0, ""), name
+        assert last.get(name, "step 12/12") in text
+    for name in TRAININGS - {"asynchronous-"}:  # its ranks have no common steps, so no timeline is recorded
+        code, text, said = in_process("timeline", name)
+        assert (code, said) == (0, ""), name
+        assert "backward" in text
+
+
 @pytest.mark.slow
-def test_compare_and_report_read_every_training(golden: Path, in_process: Muster) -> None:
-    trainings = sorted(set(ENDS) - {"bench-", "session-", "sweep-plain-"})
-    code, text, said = in_process("compare", *trainings)
+def test_compare_and_report_read_every_run(golden: Path, in_process: Muster) -> None:
+    code, text, said = in_process("compare", *sorted(TRAININGS))
     assert (code, said) == (0, "")
-    assert all(each.rstrip("2") in text for each in trainings)
+    assert all(each.rstrip("2") in text for each in TRAININGS)
+    code, text, said = in_process("compare", "sweep-plain-")
+    assert (code, said) == (0, "")
+    assert "allreduce" in text
+    assert "zero1" in text
     page = golden / "page.html"
-    assert in_process("report", *trainings, "--output", str(page))[0] == 0
-    assert all(each.rstrip("2") in page.read_text() for each in trainings)
-    assert in_process("compare", "sweep-plain-")[0] == 0
+    assert in_process("report", *sorted(ENDS), "--output", str(page))[0] == 0
+    written = page.read_text()
+    assert all(each.rstrip("2") in written for each in ENDS.keys() - {"sweep-plain-"})
+    assert "plain-mode-zero1-" in written
 
 
 def test_bench_show_and_predict_read_the_results_and_the_profile(golden: Path, in_process: Muster) -> None:
@@ -77,8 +97,10 @@ def test_bench_show_and_predict_read_the_results_and_the_profile(golden: Path, i
     assert code == 0
     assert "all_gather" in text
     profile = str(golden / "profile.json")
-    for job in ("plain", "zero", "pipeline"):
-        assert in_process("predict", str(golden / f"{job}.yaml"), "--profile", profile)[0] == 0, job
+    for job in ("plain", "over-ssh", "queued", "in-place", "zero", "pipeline"):
+        code, text, _ = in_process("predict", str(golden / f"{job}.yaml"), "--profile", profile)
+        assert code == 0, job
+        assert "0.00645 million parameters" in text or job == "pipeline"
 
 
 def test_a_run_whose_ranks_did_not_step_together_is_read_to_its_end(golden: Path, in_process: Muster) -> None:
@@ -111,7 +133,31 @@ def test_resume_refuses_a_mode_that_is_gone(golden: Path, in_process: Muster) ->
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "steps"), [("plain-2", 14), ("zero-", 14), ("pipeline-", 14), ("in-place-", 402)])
 def test_resume_continues_from_the_checkpoint(golden: Path, in_process: Muster, name: str, steps: int) -> None:
-    more = ("--set", f"train.steps={steps}", "--set", f"python={sys.executable}", "--set", f"workdir={golden}")
-    code, text, said = in_process("resume", name, *more)
+    code, text, said = in_process("resume", name, *here(golden), "--set", f"train.steps={steps}")
     assert code == 0, said
     assert f"step {steps}/{steps}" in text + said
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_resume_continues_a_run_of_slurm_on_this_machine(golden: Path, in_process: Muster) -> None:
+    code, text, said = in_process("resume", "queued-", "--on", "local", *here(golden), "--set", "train.steps=14")
+    assert code == 0, said
+    assert "step 14/14" in text + said
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_resume_continues_a_session_from_its_checkpoint(golden: Path, in_process: Muster) -> None:
+    code, text, said = in_process("resume", "session-", "--from", "5", *here(golden))
+    assert code == 0, said
+    assert "step 12/12" in text + said
+    (steps,) = (golden / "runs").glob("session-*/attempt-001/metrics-00000.jsonl")
+    assert [json.loads(line)["step"] for line in steps.read_text().splitlines()] == [*range(6, 13)]
+
+
+def here(golden: Path) -> tuple[str, ...]:
+    """Options that replace the folders and the Python of the machine on which the runs were made."""
+    site = golden / "site.yaml"
+    site.write_text(f"interpreter: {sys.executable}\n")
+    return ("--site", str(site), "--set", f"python={sys.executable}", "--set", f"workdir={golden}")

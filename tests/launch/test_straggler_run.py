@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.runfolder.rundir import RunDir, find_run
-from muster.launch.common.fields import typed_lines
+from muster.launch.common.event_rows import typed_lines
 from muster.launch.records.runstate import read_state
 
 pytestmark = pytest.mark.slow

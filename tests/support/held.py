@@ -7,9 +7,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.layers import whole_layers
 from muster.jobs.train.parallel.replica import Replica
-from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.state import ModelState
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 from muster.zero.flat import ParameterRange

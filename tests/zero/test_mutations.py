@@ -17,8 +17,8 @@ from muster.zero import data_parallel, scatter, whole
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import LinkGather
 from muster.zero.gradients import PassingGradients
-from muster.zero.optimizer import Segment
 from muster.zero.scatter import Scatter
+from muster.zero.segments import Segment
 from muster.zero.sharded import Sharded
 from muster.zero.shared_memory import SharedMemoryPeers
 from support.sharded import Run, not_sharded, over_links, wrong_training

@@ -23,7 +23,7 @@ from muster.jobs.tensors.parts import DTYPES, range_piece
 if TYPE_CHECKING:
     from muster.zero import ShardedOptimizer
     from muster.zero.flat import ParameterRange
-    from muster.zero.optimizer import Segment
+    from muster.zero.segments import Segment
     from muster.zero.sharded import Sharded
 
 EXTRA: Final = "_extra_state"

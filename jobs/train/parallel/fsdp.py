@@ -25,8 +25,8 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.units import Unit, of_one_dtype, repeated, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
+from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.replica import Replica
-from muster.jobs.train.parallel.state import Forms
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero.flat import ParameterRange

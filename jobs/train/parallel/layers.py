@@ -30,7 +30,7 @@ from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.tensors.parts import DTYPES, TensorPart
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import split_gpt, split_made
-from muster.jobs.train.parallel.state import Forms, parameter_of
+from muster.jobs.train.parallel.forms import Forms, parameter_of
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Groups

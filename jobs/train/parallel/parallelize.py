@@ -22,10 +22,11 @@ from muster.jobs.spec.modes import Parallel
 from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.cutting import cuts_of, tokens_of
+from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.layers import Parts, split_layers, whole_layers
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.stages import Stages
-from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.state import ModelState
 from muster.jobs.train.parallel.syncs import replica_of
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World

@@ -35,9 +35,9 @@ from muster.jobs.train.models.tensor_plan import loss_of as split_loss_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.numerics.weighing import Weights
+from muster.jobs.train.parallel.forms import MODEL
 from muster.jobs.train.parallel.ready import ReadyGradients
 from muster.jobs.train.parallel.replica import Replica
-from muster.jobs.train.parallel.state import MODEL
 from muster.jobs.train.profiling.clock import Phase, StepMarks
 from muster.jobs.train.rng.layer_seeds import layer_seed
 from muster.jobs.world.world import World

@@ -12,39 +12,19 @@ tensors for any number of ranks in any mode; only the pieces differ.
 import operator
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.checkpoint.pieces import Piece, whole
-from muster.jobs.tensors.modules import persistent_buffers, room_for
-from muster.jobs.tensors.parts import DTYPES, TensorPart, deal, range_piece, whole_part
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.tensors.modules import room_for
+from muster.jobs.tensors.parts import TensorPart, deal, range_piece, whole_part
+from muster.jobs.train.parallel.forms import MODEL, OPTIMIZER, buffer_parts, named_as, parameter_of
+from muster.jobs.train.parallel.layers import Parts
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.world.world import World
 from muster.zero.flat import ParameterRange
-
-if TYPE_CHECKING:
-    from muster.jobs.train.parallel.layers import Parts
-
-MODEL: Final = "model/"
-OPTIMIZER: Final = "optimizer/"
-
-
-class Forms:
-    """The names, dtypes and shapes of a model's tensors, recorded while each rank still has the whole model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.pieces = {
-            name: whole(MODEL + name, DTYPES[each.dtype], tuple(each.shape)) for name, each in module.named_parameters()
-        }
-        self.trained = {name for name, each in module.named_parameters() if each.requires_grad}
-        self.buffers = [part.piece for part in buffer_parts(module)]
-        first = {id(parameter): name for name, parameter in module.named_parameters()}
-        named = module.named_parameters(remove_duplicate=False)
-        # {other name of a shared parameter: the name under which it is saved}
-        self.aliases = {name: first[id(each)] for name, each in named if first[id(each)] != name}
 
 
 class ModelState:
@@ -58,7 +38,7 @@ class ModelState:
         self,
         replica: Replica,
         optimizer: torch.optim.Optimizer,
-        parts: "Parts",
+        parts: Parts,
         world: World,
         more: Mapping[str, Tensor],
     ) -> None:
@@ -162,28 +142,11 @@ class ModelState:
         return [whole_part(name, tensor) for name, tensor in self.more.items()]
 
 
-def parameter_of(name: str) -> str:
-    """Return the name of the parameter or buffer in a stored name."""
-    if name.startswith(OPTIMIZER):
-        return name.removeprefix(OPTIMIZER).rpartition("/")[0]
-    return name.removeprefix(MODEL)
-
-
-def named_as(name: str, parameter: str) -> str:
-    """Replace the parameter's name in a stored name."""
-    return f"{OPTIMIZER}{parameter}/{name.rpartition('/')[2]}" if name.startswith(OPTIMIZER) else MODEL + parameter
-
-
 def part_of(held: ParameterRange) -> TensorPart:
     """Convert a range on this rank to a part of a named tensor."""
     name = MODEL + held.name if held.key is None else f"{OPTIMIZER}{held.name}/{held.key}"
     piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
     return TensorPart(piece, held.tensor.detach().view(piece.extent))
-
-
-def buffer_parts(module: nn.Module) -> list[TensorPart]:
-    """List the persistent buffers in the model's order, shared ones once."""
-    return [whole_part(MODEL + name, buffer) for name, buffer in persistent_buffers(module)]
 
 
 def parameter_parts(module: nn.Module) -> list[TensorPart]:

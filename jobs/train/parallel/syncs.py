@@ -14,9 +14,9 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.units import units_of
+from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.replica import LateReplica, OverlappedReplica, Replica, TorchReplica, WrappedReplica
 from muster.jobs.train.parallel.sharded import LayerwiseReplica, ShardedReplica
-from muster.jobs.train.parallel.state import Forms
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel

@@ -21,9 +21,9 @@ from muster.jobs.basics.sections import replaced
 from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
-from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.timing.device import synchronize
 from muster.jobs.train.timing.passes import GPUS, TimedModel
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from muster.jobs.basics.words import counted
 from muster.jobs.hosts.placement import Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
-from muster.launch.common.fields import text, typed_lines
+from muster.launch.common.event_rows import typed_lines
+from muster.launch.common.fields import text
 from muster.launch.look.history import PARTS, AttemptHistory, AttemptRecord
 from muster.launch.look.history_view import shares_text
 from muster.launch.look.memories import formula_of, fullest, read_memories

@@ -15,7 +15,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 from muster.launch.bench.loads import load_of
 from muster.pipe.tensor.region import Region

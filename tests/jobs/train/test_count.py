@@ -20,9 +20,9 @@ from muster.jobs.runfolder.memory_rows import KINDS
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.memory.count import count
 from muster.jobs.train.memory.held import bytes_by_kind
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 from muster.launch.bench.counting import OwnCode, own_code
 from muster.launch.bench.loads import load_of

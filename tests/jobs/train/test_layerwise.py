@@ -10,8 +10,8 @@ from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
-from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.parallel.sharded import LayerwiseReplica
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

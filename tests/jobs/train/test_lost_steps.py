@@ -15,11 +15,12 @@ from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.soundness import NotFiniteError, Soundness
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.train.verify import digest
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World

@@ -13,9 +13,10 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
-from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import NotFiniteError, Soundness
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 from support.gpus import over
 from support.resuming import TINY_VGG

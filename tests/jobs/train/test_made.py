@@ -17,10 +17,11 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.models.made import layers_of, make_model
 from muster.jobs.train.models.units import units_of
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.train.verify import digest, verify
 from muster.jobs.user import code
 from muster.jobs.world.world import World

@@ -20,7 +20,7 @@ from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 

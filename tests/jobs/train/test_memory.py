@@ -20,12 +20,13 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.memory import gauge, recorder
 from muster.jobs.train.memory.held import bytes_by_kind, tensors_of
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.numerics.masters import MasterWeights
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 from muster.launch.bench.loads import load_of
 from muster.launch.bench.own_split import own_split

@@ -11,9 +11,9 @@ from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, Sync
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.parallel.replica import Replica, WrappedReplica
 from muster.jobs.train.parallel.syncs import SYNCS
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow

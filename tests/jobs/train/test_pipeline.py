@@ -155,7 +155,7 @@ def stages(world: World, trains: list[dict]) -> list[list[str]]:
 
 def _build(world: World, train: dict) -> Any:
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.trainer import build_trainer
 
     settings = TrainSettings.model_validate(train)
     return build_trainer(settings, open_data(settings), world)

@@ -12,7 +12,8 @@ from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.forms import Forms
+from muster.jobs.train.parallel.state import ModelState
 from muster.jobs.train.profiling.clock import PHASES
 from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline

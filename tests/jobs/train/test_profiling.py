@@ -19,11 +19,12 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.trace.chrome import read_document
 from muster.jobs.trace.events import Event, read_trace
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
 from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, ProfileRecorder
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 from muster.launch.look.profiles import read_flame, read_profiles
 

@@ -17,14 +17,13 @@ from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.orders import Orders
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.carried import CarriedStep, gather_carried
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.data.sampling import GlobalBatch
-from muster.jobs.train.loop import Trainer, build_trainer
-from muster.jobs.train.metrics import TrainedStep
 from muster.jobs.train.profiling.clock import StepTimes
 from muster.jobs.train.regroup import NONE, Interrupted, LivingState, NewestState, replicas_of, take_over
+from muster.jobs.train.trained import CarriedStep, TrainedStep, gather_carried
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.connections import GroupConnections, StoreConnection
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World

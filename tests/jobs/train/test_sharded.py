@@ -12,12 +12,13 @@ from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.tensors.parts import whole_part
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
-from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.units import of_one_dtype, own_units
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.forms import Forms
+from muster.jobs.train.parallel.state import ModelState
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from muster.zero.flat import ParameterRange

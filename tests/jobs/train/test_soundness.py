@@ -14,9 +14,10 @@ from muster.jobs.saving.saver import NotSaving
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.evaluate import evaluate
-from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.guard import guarded
 from muster.jobs.world.world import World
 from muster.launch.records.advice import next_step

@@ -7,7 +7,7 @@ import pytest
 
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import build_trainer
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
 from muster.jobs.tensors.parts import TensorPart, deal, flat_part, whole_part
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.parallel.state import Forms, buffer_parts, optimizer_parts, parameter_parts
+from muster.jobs.train.parallel.forms import Forms, buffer_parts
+from muster.jobs.train.parallel.state import optimizer_parts, parameter_parts
 from support.held import held_state
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)

@@ -13,11 +13,12 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.models.made import make_model
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.parallel.fsdp import apart
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 from support.live import LiveRun
 

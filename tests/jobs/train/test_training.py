@@ -14,9 +14,10 @@ from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.evaluate import BLOCK_SAMPLES, evaluate
-from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.loop import train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from support.resuming import GPT as RESUMED

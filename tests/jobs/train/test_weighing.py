@@ -17,10 +17,10 @@ from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.evaluate import evaluate
-from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.models import model_of
 from muster.jobs.train.models.made import loss_of
+from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.train.verify import verify
 from muster.jobs.world.world import World
 

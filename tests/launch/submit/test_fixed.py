@@ -11,9 +11,9 @@ import yaml
 from muster.jobs.basics.files import read_lines, write_json
 from muster.jobs.hosts.placement import Host, place
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.expand import told_division
 from muster.jobs.spec.filled import fixed
 from muster.jobs.spec.job import Job
+from muster.jobs.spec.rules import told_division
 from muster.jobs.spec.train import TrainSettings
 
 GPT = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "context": 16, "vocabulary": 64, "dropout": 0.1}

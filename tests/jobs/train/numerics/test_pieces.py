@@ -15,12 +15,12 @@ from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
-from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics, pieces
 from muster.jobs.train.numerics.pieces import cut, require_compiler
+from muster.jobs.train.trainer import build_trainer
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow

@@ -79,7 +79,7 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
     from muster.jobs.train.data.loading import move
-    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.trainer import build_trainer
     from muster.jobs.train.verify import digest
 
     settings = TrainSettings.model_validate(

@@ -1,4 +1,4 @@
-"""Steps that the ranks had completed, but not reported together, when they lost another rank.
+"""Completed steps, and how the ranks share those that they had not reported together when they lost a rank.
 
     attempt 0   log point ─ step 11 ─ step 12 ─ step 13 x      rank 2 is lost, and with it the losses of its samples
     attempt 1   step 14 ─ log point: rank 0 first writes rows of 11 to 13, with the losses of the samples that are left
@@ -6,17 +6,33 @@
 The first log point of an attempt in place exchanges them, so that this does not delay the first step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from muster.jobs.train.data.sampling import GlobalBatch
+from muster.jobs.train.profiling.clock import StepTimes
 from muster.jobs.world.world import World, add_in_order
 
-if TYPE_CHECKING:
-    from muster.jobs.train.metrics import TrainedStep
-    from muster.jobs.train.profiling.clock import StepTimes
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One completed step. `losses` has the sum of losses of each of this rank's virtual ranks."""
+
+    batch: GlobalBatch
+    losses: list[Tensor]
+    samples: int
+    lr: float
+    time: float
+    profile: str | None = None  # "warm-up", "recorded" or "written", if the profiler was active
+    figures: Mapping[str, Tensor] = field(default_factory=dict)  # additional columns: scalars
+
+    @property
+    def number(self) -> int:
+        """The step counted from 1, as in rows."""
+        return self.batch.step + 1
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,8 @@ class CarriedStep:
     """A completed step of an earlier attempt."""
 
     attempt: int
-    step: "TrainedStep"
-    times: "StepTimes"
+    step: TrainedStep
+    times: StepTimes
 
     @property
     def number(self) -> int:
