@@ -40,7 +40,7 @@ def slice_times(layers: nn.Sequential, x: Tensor) -> SliceTimes:
 
 def _once(layers: nn.Sequential, x: Tensor, tokens: list[int]) -> dict[tuple[int, int], float]:
     """Return the seconds of every slice, by its begin and length."""
-    stage = Stage(0, 0, list(layers._modules.items()), Hooks(), splits=False)
+    stage = Stage(0, 0, list(layers._modules.items()), Hooks())
     stage._met.add(stage.layers[0].training)  # not a first forward, which would also copy the input
     passes, marks = SlicedPasses(tokens), marks_for(x.device)
     before = [(each, each.grad) for each in layers.parameters()]

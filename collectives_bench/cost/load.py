@@ -85,7 +85,6 @@ class RankLoad:
     servers: int | None = None  # in mode asynchronous, the number of ranks that serve a shard; None: all
     reshard: bool = True  # True: sharded parameters are freed after the forward, and gathered again
     recompute: bool = False  # True: the backward repeats the forward of each block or pipeline stage
-    layerwise: bool = False  # True: in pipelines, the backward repeats the forward of each layer instead
     sequence: bool = False  # True: between split layers, activations are split by tokens
     split: Split | None = None  # dimensions of pipelines and split layers; None: the mode uses all ranks
 

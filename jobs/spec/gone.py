@@ -3,7 +3,12 @@
 from typing import Any, Final
 
 # A key, or a key and its value: the last version that had it, and what to do instead.
-GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {}
+GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
+    "layerwise": (
+        "0.1.0",
+        "remove it; jobs/examples/course/layerwise.py shows FSDP and a pipeline layer by layer",
+    ),
+}
 
 
 def gone(key: str, value: Any = None) -> str:

@@ -20,7 +20,6 @@ SPLITS: dict[str, dict[str, Any]] = {name: {"mode": name} for name in MODES} | {
     "flat pipelines": {"parallel": {"data": 2, "pipe": 2, "sync": "flat"}},
     "sharded pipelines": {"parallel": {"data": 2, "pipe": 2, "zero": 2}},
     "tensor x zero1": {"parallel": {"data": 2, "tensor": 2, "zero": 1}},
-    "layerwise": {"mode": "zero3", "layerwise": True},
 }
 PIPELINES = {
     "model",
@@ -41,7 +40,6 @@ READ: dict[str, tuple[Any, set[str]]] = {
     "bucket_size_mb": (4.0, {"bucketed", "zero1", "zero2", "pipelines", "sharded pipelines", "tensor x zero1"}),
     "accumulate": ("sharded", SHARDED),
     "reshard_after_forward": (False, {"zero3", "fsdp"}),
-    "layerwise": (True, PIPELINES - {"terapipe"} | {"zero3", "layerwise"}),
     "sequence_parallel": (True, {"tensor", "tensor x zero1"}),
     "microbatches": (2, PIPELINES - {"model"}),
     "servers": (1, {"asynchronous"}),
@@ -119,9 +117,18 @@ def test_every_row_has_a_test() -> None:
 
 
 def test_a_default_that_is_written_out_is_no_mistake(tmp_path: Path) -> None:
-    loaded = load(tmp_path, {**GPT, "mode": "allreduce", "layerwise": False, "bucket_size_mb": 25.0})
-    assert set(loaded.unread) == loaded.idle == {("train", "layerwise"), ("train", "bucket_size_mb")}
+    loaded = load(tmp_path, {**GPT, "mode": "allreduce", "accumulate": "local", "bucket_size_mb": 25.0})
+    assert set(loaded.unread) == loaded.idle == {("train", "accumulate"), ("train", "bucket_size_mb")}
     assert loaded.dropped == []
+
+
+def test_layerwise_is_refused_with_the_program_that_took_its_place(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="is gone") as caught:
+        load(tmp_path, {**GPT, "mode": "zero3", "layerwise": True})
+    assert str(caught.value).endswith(
+        "train.layerwise: layerwise is gone, 0.1.0 was the last version with it; remove it; "
+        "jobs/examples/course/layerwise.py shows FSDP and a pipeline layer by layer"
+    )
 
 
 def test_an_override_is_named_as_the_place_of_the_mistake(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def ends(world: World, jobs: list[dict], uses: str = "never", form: str = "", st
     found = []
     for job in jobs:
         model = {"make": "unused.py:build", "args": {"uses": uses, "form": form}}
-        model = {"make": "unused.py:layers"} if job["mode"] in PIPELINES or job.get("layerwise") else model
+        model = {"make": "unused.py:layers"} if job["mode"] in PIPELINES else model
         given = {"model": model, "data": "digits", "batch_size": 24, "optimizer": ADAMW, **job}
         try:
             proof = Job(name="proof", kind="train", settings=TrainSettings.model_validate(given))
@@ -89,10 +89,8 @@ def test_fsdp_refuses_a_parameter_that_has_no_rows_before_it_trains(on_ranks, fo
 
 
 def test_modes_that_step_every_parameter_refuse_unused_ones_and_the_key(on_ranks):
-    layerwise, servers = {"mode": "zero3", "layerwise": True}, {"mode": "asynchronous"}
-    said = [*on_two(on_ranks, [layerwise]), *on_ranks(1, ends, jobs=[servers])[0]]
-    for each, name in zip(said, ("1.spare.bias", "blocks.0.spare.weight"), strict=True):
-        assert f"needs a gradient of every parameter, but this step has none for {name}" in each
-    for keys in (layerwise, servers):
-        with pytest.raises(ValueError, match="steps every parameter in every step; set find_unused_parameters: false"):
-            TrainSettings.model_validate({"model": "vgg11", "data": "digits", **keys, **KEY})
+    servers = {"mode": "asynchronous"}
+    (said,) = on_ranks(1, ends, jobs=[servers])[0]
+    assert "needs a gradient of every parameter, but this step has none for blocks.0.spare.weight" in said
+    with pytest.raises(ValueError, match="steps every parameter in every step; set find_unused_parameters: false"):
+        TrainSettings.model_validate({"model": "vgg11", "data": "digits", **servers, **KEY})
