@@ -13,6 +13,8 @@ from shutil import copytree
 
 import pytest
 
+from muster.jobs.basics import exits
+
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
     "asynchronous-": "3 ranks ended with 0, without rank 3 on node 3 (vm)",
@@ -86,3 +88,15 @@ def test_resume_continues_from_the_checkpoint(golden: Path, in_process: Muster, 
     code, text, said = in_process("resume", name, *more)
     assert code == 0, said
     assert f"step {steps}/{steps}" in text + said
+
+
+def test_a_run_with_layerwise_is_read_but_not_resumed(golden: Path, in_process: Muster) -> None:
+    (run,) = (golden / "runs").glob("zero-*")
+    job = run / "job.yaml"
+    job.write_text(job.read_text().replace("  mode: zero3\n", "  mode: zero3\n  layerwise: true\n"))
+    page = str(golden / "page.html")
+    for words in (["status", "zero-"], ["why", "zero-"], ["compare", "zero-"], ["report", "zero-", "--output", page]):
+        assert in_process(*words)[0] == 0, words
+    code, _, said = in_process("resume", "zero-")
+    assert code == exits.BAD_JOB
+    assert "train.layerwise: layerwise is gone, 0.1.0 was the last version with it" in said
