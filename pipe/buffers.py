@@ -64,7 +64,7 @@ class Buffers:
                 raise RuntimeError(
                     f"layer {path!r} has written its buffer {min(more)!r}, unlike in its first forward, so "
                     "recomputation would read a changed value; make every forward write the buffer, or pass "
-                    "recompute=False and layerwise=False"
+                    "recompute=False"
                 )
 
 

@@ -41,21 +41,19 @@ When = bool | Literal["auto"]
 
 
 def graphs_for(
-    stages: Iterable[Stage], hooks: Hooks, device: torch.device, *, when: When, keeps_all: bool
+    stages: Iterable[Stage], hooks: Hooks, device: torch.device, *, when: When, recompute: bool
 ) -> "Graphs | None":
     """Return the recorder for a rank's stages. Return None if nothing is to be recorded.
 
-    `keeps_all` is False if stages keep only some activations (`layerwise`, `recompute`).
-
     Raises:
-        ValueError: If the layers are not on a GPU, or `keeps_all` is False, unless `when` is "auto".
+        ValueError: If the layers are not on a GPU, or `recompute` is set, unless `when` is "auto".
     """
-    if not when or (when == "auto" and (device.type != "cuda" or not keeps_all)):
+    if not when or (when == "auto" and (device.type != "cuda" or recompute)):
         return None
     if device.type != "cuda":
         raise ValueError(f"cuda_graphs: layers are on {device}; move them to a GPU, or omit cuda_graphs")
-    if not keeps_all:
-        raise ValueError("cuda_graphs keeps all activations, so layerwise and recompute cannot save memory; omit them")
+    if recompute:
+        raise ValueError("cuda_graphs keeps all activations, so recompute cannot save memory; omit one of them")
     return Graphs(stages, hooks, device, optional=when == "auto")
 
 

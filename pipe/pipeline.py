@@ -27,7 +27,7 @@ from muster.pipe.clipping import clip
 from muster.pipe.failure_guard import FailureGuard, Position
 from muster.pipe.graphs import When, graphs_for
 from muster.pipe.marks import Mark, marks_for
-from muster.pipe.microbatch_passes import PASSES
+from muster.pipe.microbatch_passes import RecomputedPass, WholeGraphPass
 from muster.pipe.rng_streams import Hooks
 from muster.pipe.run import (
     BatchParts,
@@ -69,11 +69,10 @@ class Pipeline:
     `cross_entropy`, `nll_loss`, and their modules without class weights, are counted without this. Any other mean
     counts in proportion to its samples, so micro-batches with unequal padding give the mean of means.
 
-    `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps only the inputs of
-    layers, and its backward recomputes one layer at a time. A second forward reads the buffer values of the first
-    (`pipe/buffers.py`). `exact` gives the bits of the loop even if the schedule splits backwards or stages share a
-    weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`); "auto" does so on a GPU if
-    it can, and `graphs.off` has the reason if not.
+    `recompute` keeps only the inputs of stages between forward and backward. The second forward reads the buffer values
+    of the first (`pipe/buffers.py`). `exact` gives the bits of the loop even if the schedule splits backwards or stages
+    share a weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`); "auto" does so on
+    a GPU if it can, and `graphs.off` has the reason if not.
 
     A layer that overwrites its input gets a copy of it if the input is the output of another stage. The first forward
     detects such layers. The layers are used as passed, not copied. A buffer shared by several ranks is not
@@ -113,15 +112,14 @@ class Pipeline:
         loss: Loss,
         cuts: Sequence[int] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        layerwise: bool = False,
         recompute: bool = False,
         exact: bool = False,
         cuda_graphs: When = False,
         tokens: Sequence[int] = (),
     ) -> None:
-        check_model(layers, process_group, schedule, loss, layerwise=layerwise, recompute=recompute)
+        check_model(layers, process_group, schedule)
         self.tokens = tuple(tokens)
-        check_slices(schedule, self.tokens, others=layerwise or recompute or exact or bool(cuda_graphs))
+        check_slices(schedule, self.tokens, others=recompute or exact or bool(cuda_graphs))
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
@@ -141,11 +139,10 @@ class Pipeline:
         self._marks = marks_for(self._device)
         self._rows: dict[tuple[int, bool], RankOperations] = {}
         self._row(schedule.microbatches)  # raises if the schedule cannot be run
-        self._make: Make = PASSES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        self._make: Make = RecomputedPass if recompute else WholeGraphPass
         if self.tokens:
             self._make = SlicedPasses(self.tokens).make
-        keeps = not (layerwise or recompute)
-        self.graphs = graphs_for(self.stages.values(), self.hooks, self._device, when=cuda_graphs, keeps_all=keeps)
+        self.graphs = graphs_for(self.stages.values(), self.hooks, self._device, when=cuda_graphs, recompute=recompute)
         if self.graphs is not None:
             self._make = self.graphs.make
 
@@ -155,7 +152,7 @@ class Pipeline:
         self._guard = FailureGuard(self._connections)
         self._ties = Ties(ties, self._connections, self.rank, _use_of(self) if exact else None)
         if self._connections is not None:
-            how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}, tokens {self.tokens}"
+            how = f"cuts {bounds}, recompute {recompute}, exact {exact}, tokens {self.tokens}"
             require_same([str(schedule), how, *(name for name, _ in named)], self._connections.group, "pipelines")
             self._channels = Channels(
                 self._connections.wire, self._connections.control, self._device, schedule.microbatches
@@ -167,11 +164,10 @@ class Pipeline:
 
     def _own_stages(self, named: Sequence[tuple[str, nn.Module]], lengths: Sequence[int]) -> dict[int, Stage]:
         """Return this rank's stages of the named layers, by number."""
-        table, splits = self.schedule, self.schedule.splits_backward
         return {
-            stage: Stage(stage, begin, named[begin : begin + lengths[stage]], self.hooks, splits=splits)
+            stage: Stage(stage, begin, named[begin : begin + lengths[stage]], self.hooks)
             for stage, begin in enumerate(self.cuts)
-            if table.rank_of[stage] == self.rank
+            if self.schedule.rank_of[stage] == self.rank
         }
 
     @property

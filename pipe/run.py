@@ -70,28 +70,13 @@ class StageLayers(nn.Module):
             )
 
 
-def check_model(
-    layers: nn.Sequential,
-    process_group: dist.ProcessGroup | None,
-    schedule: Schedule,
-    loss: Callable[..., Any],
-    *,
-    layerwise: bool,
-    recompute: bool,
-) -> None:
-    """Refuse a model or settings that cannot form a pipeline, before any communication."""
+def check_model(layers: nn.Sequential, process_group: dist.ProcessGroup | None, schedule: Schedule) -> None:
+    """Refuse a model or schedule that cannot form a pipeline, before any communication."""
     if not isinstance(layers, nn.Sequential):
         raise TypeError(f"a pipeline needs an nn.Sequential to cut into stages, got a {type(layers).__name__}")
     ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
     if schedule.ranks != ranks:
         raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but the group has {ranks}")
-    if layerwise and recompute:
-        raise ValueError("layerwise and recompute: layerwise already runs every forward twice; drop one of the two")
-    if layerwise and isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
-        raise ValueError(
-            "layerwise: the loss has trainable parameters, but only parameters of layers get gradients; move them into "
-            "the last layer, or omit layerwise"
-        )
     of_layers = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
     for name, each in (*layers.named_parameters(), *layers.named_buffers()):
         if id(each) not in of_layers:

@@ -20,11 +20,8 @@ Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float] | Count
 class Stage:
     """Consecutive layers of a model on one rank. The last stage also computes the loss."""
 
-    def __init__(
-        self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks, *, splits: bool
-    ) -> None:
+    def __init__(self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks) -> None:
         self.number, self.begin = number, begin
-        self.splits = splits  # True if a queue computes the weight gradients after the backward
         self.names = [name for name, _ in layers]
         self.layers = [layer for _, layer in layers]
         self.hooks = hooks
@@ -35,7 +32,6 @@ class Stage:
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
         self._met: set[bool] = set()  # values of `training` with which a forward has run
         self.buffers = Buffers(layers)
-        self.buffers_of = [Buffers([each]) for each in layers]
 
     @property
     def learning(self) -> list[nn.Parameter]:
@@ -51,23 +47,23 @@ class Stage:
             RuntimeError: If a layer overwrites the stage's input, but did not do so in its first forward.
         """
         self.announce(microbatch)
-        if self.is_new():
-            return self.finish(self._first(x, microbatch), targets)
+        if self._is_new():
+            return self._finish(self._first(x, microbatch), targets)
         given, version, index = x, x._version, 0
         try:
             for index in range(len(self.layers)):
                 if self.overwrites[index] and _one_memory(x, given):
                     x = x.clone()
-                x = self.layer(index, x, microbatch)
+                x = self._layer(index, x, microbatch)
         except RuntimeError as error:
             if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
                 raise
-            raise self.overwritten(index) from error
+            raise self._overwritten(index, index) from error
         if given._version != version:
-            raise self.overwritten(0, index)
-        return self.finish(x, targets)
+            raise self._overwritten(0, index)
+        return self._finish(x, targets)
 
-    def is_new(self) -> bool:
+    def _is_new(self) -> bool:
         """Return True for the first forward in each mode (training, evaluation), which detects in-place layers."""
         training = self.layers[0].training
         if training in self._met:
@@ -79,19 +75,17 @@ class Stage:
         """Run all layers on a copy, and note the first one that overwrites its input."""
         given = x = x.clone()
         for index in range(len(self.layers)):
-            x = self.layer(index, x, microbatch)
+            x = self._layer(index, x, microbatch)
             if given._version:  # the version counts writes, and was 0 at first
                 self.overwrites[index] = True
                 given = x.new_empty(0)
         return x
 
-    def overwritten(self, first: int, last: int | None = None, *, layerwise: bool = False) -> RuntimeError:
+    def _overwritten(self, first: int, last: int) -> RuntimeError:
         """Build the error for a layer that overwrites its input only in some forwards."""
-        last = first if last is None else last
         which = f"layer {self.names[first]!r}" if first == last else f"one of layers {self.names[first]!r} to "
         which += "" if first == last else repr(self.names[last])
         given = f"the output of stage {self.number - 1}" if self.number else "the batch"
-        given = "its input" if layerwise else given
         return RuntimeError(
             f"stage {self.number}: {which} overwrites {given}, unlike in its first forward; "
             "give the layer an attribute inplace=True, so that it gets a copy"
@@ -107,14 +101,14 @@ class Stage:
         seeds = self.hooks.seeds
         return [] if seeds is None else [seeds(microbatch, self.begin + index) for index in range(len(self.layers))]
 
-    def layer(self, index: int, x: Tensor, microbatch: int) -> Tensor:
+    def _layer(self, index: int, x: Tensor, microbatch: int) -> Tensor:
         """Run one layer, with its own random seed if the user set seeds."""
         if self.hooks.seeds is not None:
             self.hooks.seed(self.hooks.seeds(microbatch, self.begin + index))
         output: Tensor = self.layers[index](x)
         return output
 
-    def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
+    def _finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Compute the loss of the last layer's output on the last stage, and check the type of the result."""
         if not isinstance(x, Tensor):
             raise TypeError(

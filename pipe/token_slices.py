@@ -136,6 +136,4 @@ def check_slices(schedule: Schedule, tokens: Sequence[int], *, others: bool) -> 
     if any(each < 1 for each in tokens):
         raise ValueError(f"tokens: every slice needs at least one token, got {', '.join(map(str, tokens))}")
     if tokens and others:
-        raise ValueError(
-            "tokens: token slices cannot be combined with layerwise, recompute, exact or cuda_graphs; omit these"
-        )
+        raise ValueError("tokens: token slices cannot be combined with recompute, exact or cuda_graphs; omit these")

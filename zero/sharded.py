@@ -1,6 +1,7 @@
-"""Base class of all wrappers that shard parameters or optimizer state, and the source of their optimizers."""
+"""Base class of `ShardedDataParallel`: its optimizers, state dicts and whole parameters."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -232,9 +233,9 @@ class Sharded(DataParallel):
         return super().named_parameters(*args, **keywords)
 
     @property
+    @abstractmethod
     def unused(self) -> frozenset[str]:
-        """Names of the parameters that no rank used in the last step, if the wrapper tracks them."""
-        return frozenset()
+        """Names of the parameters that no rank used in the last step."""
 
     def _detect_changes(self) -> None:
         """Refuse parameters that were replaced after sharding, or became trainable or frozen."""

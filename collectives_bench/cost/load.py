@@ -84,7 +84,6 @@ class RankLoad:
     accumulate: Accumulate = "local"  # True: several backwards add up whole gradients; False: only shards
     reshard: bool = True  # True: sharded parameters are freed after the forward, and gathered again
     recompute: bool = False  # True: the backward repeats the forward of each block or pipeline stage
-    layerwise: bool = False  # True: in pipelines, the backward repeats the forward of each layer instead
     sequence: bool = False  # True: between split layers, activations are split by tokens
     split: Split | None = None  # dimensions of pipelines and split layers; None: the mode uses all ranks
 

@@ -18,7 +18,6 @@ channels, and a convolution's scratch memory (oneDNN computes a weight's gradien
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final
 
 from muster.collectives_bench.cost.load import RankLoad, Recipe, Split
@@ -214,14 +213,10 @@ def _slice(way: Way, load: RankLoad, split: Split, number: int, stage: Predicted
 def _kept_by_stage(load: RankLoad, stage: PredictedStage, split: Split) -> tuple[float, float]:
     """Return the bytes that a stage keeps per sample, and the largest number that recomputation restores at once."""
     share = load.itemsize * passed_share(load, split)
-    whole = replace(load, recompute=False)
-    if not (load.recompute or load.layerwise):
-        return _kept(whole, stage.parts, split)[0] + share * stage.unkept, 0.0
-    if load.recompute:  # all chunks have nearly equal work
-        return share * stage.received, _kept(whole, stage.parts, split)[0] / len(stage.outputs)
-    layers = [tuple(parts) for _, parts in groupby(stage.parts, key=lambda part: part.layer)]
-    between = sum(layer[-1].outputs for layer in layers) - sum(stage.outputs)
-    return share * (stage.received + between), max(_kept(whole, layer, split)[0] for layer in layers)
+    kept, _ = _kept(replace(load, recompute=False), stage.parts, split)
+    if load.recompute:
+        return share * stage.received, kept / len(stage.outputs)  # all chunks have nearly equal work
+    return kept + share * stage.unkept, 0.0
 
 
 def _sums(load: RankLoad, split: Split) -> float:

@@ -104,37 +104,11 @@ SPLIT_LAYERS: Final = (
     ),
 )
 
-EVERY_PARAMETER: Final = (
-    Conflict(
-        lambda s: s.find_unused_parameters,
-        "{mode} steps every parameter in every step; set find_unused_parameters: false, or choose another mode",
-    ),
-)
-
 SHARED_OUT: Final = (
     Conflict(
         lambda s: s.exact and s.accumulate == "sharded" and s.mode_name != "fsdp",
         "accumulate: sharded sums every micro-batch over the ranks, but exact: true sums on each rank first; "
         "set accumulate: local, or exact: false",
-    ),
-)
-
-LAYER_BY_LAYER: Final = (
-    *(
-        Conflict(
-            lambda s, key=key: getattr(s, key),  # type: ignore[misc]
-            f"layerwise runs every layer separately, without {key}; set {key}: false, or layerwise: false",
-        )
-        for key in ("exact", "compile", "activation_checkpointing")
-    ),
-    Conflict(
-        lambda s: s.communication_dtype is not None,
-        "layerwise sends gradients in their own dtype; remove communication_dtype, or set layerwise: false",
-    ),
-    Conflict(
-        lambda s: s.model.ties_head,
-        "layerwise frees every layer separately, but the head of this model shares its weight with the embedding; "
-        "write model: {{name: ..., tied: false}}, or set layerwise: false",
     ),
 )
 
@@ -154,10 +128,6 @@ PIPELINED: Final = (
         "{mode} sends activations and gradients in their own dtype; remove communication_dtype",
     ),
     Conflict(lambda s: s.compile, "{mode} cannot be combined with compile yet; set compile: false"),
-    Conflict(
-        lambda s: s.layerwise and s.activation_checkpointing,
-        "layerwise runs every layer separately, without activation_checkpointing; set one of them to false",
-    ),
     Conflict(
         lambda s: s.exact and s.virtual_ranks not in (None, 1),
         "{mode} has one virtual rank, but virtual_ranks is {s.virtual_ranks}; remove virtual_ranks",
@@ -202,7 +172,6 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: s.cuda_graph is True, RECORDED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
-    (lambda s: s.layerwise and s.mode_name == "zero3", (*LAYER_BY_LAYER, *EVERY_PARAMETER)),
     (lambda s: s.is_pipeline, PIPELINED),
     (lambda s: s.mode_name == "terapipe", SLICED),
     (lambda s: s.communication_dtype is not None, ROUNDED),
@@ -238,14 +207,8 @@ def _has_buckets(settings: TrainRules) -> bool:
     return settings.sync == "bucketed" or (settings.sync == "sharded" and settings.zero < 3)
 
 
-def _by_layers(settings: TrainRules) -> bool:
-    sliced = settings.mode_name == "terapipe"
-    return (settings.is_pipeline and not sliced) or (settings.sync == "sharded" and settings.zero == 3)
-
-
 def _accumulates(settings: TrainRules) -> bool:
-    by_layers = settings.layerwise and settings.sync == "sharded" and settings.zero == 3
-    return settings.zero > 0 and not settings.is_pipeline and not by_layers
+    return settings.zero > 0 and not settings.is_pipeline
 
 
 def _cuts_batches(settings: TrainRules) -> bool:
@@ -258,13 +221,12 @@ def _by_units(settings: TrainRules) -> bool:
 
 READERS: Final = (
     KeyReader(("bucket_size_mb",), _has_buckets, "modes bucketed, zero1 and zero2"),
-    KeyReader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 without layerwise, and fsdp"),
+    KeyReader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 and fsdp"),
     KeyReader(
         ("reshard_after_forward",),
         lambda settings: _accumulates(settings) and settings.zero == 3,
-        "modes zero3 without layerwise, and fsdp",
+        "modes zero3 and fsdp",
     ),
-    KeyReader(("layerwise",), _by_layers, "mode zero3 and pipelines other than terapipe"),
     KeyReader(("sequence_parallel",), lambda settings: settings.splits_layers, "mode tensor"),
     KeyReader(("microbatches",), _cuts_batches, "pipelines other than mode model"),
     KeyReader(("parallel", "microbatches"), _cuts_batches, "pipelines other than schedule model"),

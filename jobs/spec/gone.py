@@ -17,6 +17,7 @@ GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
     ("sync", "data_parallel"): ("0.1.0", f"choose sync ddp, with a rank for each device; {_REPLICAS}"),
     "replicas": ("0.1.0", f"remove it, and choose mode ddp with as many ranks; {_REPLICAS}"),
     ("tokens", "auto"): ("0.1.0", "remove it for 4 equal slices, or list their lengths"),
+    "layerwise": ("0.1.0", "remove it; jobs/examples/course/layerwise.py shows FSDP and a pipeline layer by layer"),
 }
 
 

@@ -60,14 +60,11 @@ UNRECORDABLE: Final = (
         "hooks copy the gradients into messages, and a recorded backward calls no hooks",
         "set cuda_graph: false, or sync: bucketed",
     ),
-    *(
-        Unrecordable(
-            lambda s, key=key: s.is_pipeline and getattr(s, key),  # type: ignore[misc]
-            key,
-            f"a recorded graph keeps its memory, so {key} saves nothing",
-            "remove one of them",
-        )
-        for key in ("activation_checkpointing", "layerwise")
+    Unrecordable(
+        lambda s: s.is_pipeline and s.activation_checkpointing,
+        "activation_checkpointing",
+        "a recorded graph keeps its memory, so activation_checkpointing saves nothing",
+        "remove one of them",
     ),
     Unrecordable(
         lambda s: s.is_pipeline and s.exact and s.model.ties_head,

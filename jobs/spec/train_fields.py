@@ -280,11 +280,6 @@ class TrainFields(Strict):
         description="modes zero3 and fsdp: free gathered parameters after the forward, and gather them again in the "
         "backward",
     )
-    layerwise: bool = Field(
-        False,
-        description="mode zero3 and pipelines, for learning: compute gradients with one torch.autograd.grad per layer, "
-        "and in zero3 gather parameters layer by layer",
-    )
     sequence_parallel: bool = Field(
         False,
         description="tensor parallel: split the tokens of norms and dropout over the ranks too, to save memory",

@@ -37,7 +37,7 @@ def own_split(settings: "TrainSettings", load: "RankLoad") -> "tuple[Way, RankLo
         parallel.data, parallel.pipe, parallel.tensor, parallel.zero, parallel.sync, tuple(map(tuple, stages))
     )
     count = max(parallel.microbatches, 1)
-    return way, replace(load, split=split, microbatches=count, layerwise=settings.layerwise)
+    return way, replace(load, split=split, microbatches=count)
 
 
 def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":

@@ -52,11 +52,6 @@ def is_split(module: nn.Module) -> bool:
     return SITE in module.__dict__
 
 
-def anchors_of(module: nn.Module) -> list[Tensor]:
-    """List the anchors of a module's split layers, which connect outputs to the graph if inputs need no gradient."""
-    return [each.__dict__[SITE].anchor for each in module.modules() if is_split(each)]
-
-
 def restore(module: nn.Module) -> None:
     """Restore a split layer's class, unless a parametrization has replaced the split class since then."""
     site = module.__dict__.pop(SITE)

@@ -192,6 +192,7 @@ train:
 
 
 GONE_KEYS = {
+    "layerwise: true": "layerwise",
     "mode: asynchronous": ("mode", "asynchronous"),
     "mode: data_parallel": ("mode", "data_parallel"),
     "parallel: {data: 2, sync: asynchronous}": ("sync", "asynchronous"),

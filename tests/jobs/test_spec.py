@@ -62,17 +62,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
         ({"mode": "fsdp", "exact": True}, "exact: true needs one of the modes .* got fsdp"),
         ({"mode": "fsdp", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got fsdp"),
         ({"mode": "zero2", "exact": True, "accumulate": "sharded"}, "set accumulate: local, or exact: false"),
-        ({"mode": "zero3", "layerwise": True, "exact": True}, "without exact; set exact: false, or layerwise: false"),
-        ({"mode": "zero3", "layerwise": True, "compile": True}, "without compile; set compile: false, or layerwise"),
-        ({"mode": "zero3", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
-        (
-            {"mode": "zero3", "layerwise": True, "communication_dtype": "bf16"},
-            "layerwise sends gradients in their own dtype",
-        ),
-        (
-            {"mode": "zero3", "layerwise": True, "model": "gpt-nano", "data": "synthetic"},
-            "weight with the embedding; write model: {name: ..., tied: false}",
-        ),
         ({"mode": "zero1", "accumulate": "whole"}, "'local' or 'sharded'"),
         ({"parallel": {"data": 2, "zero": 1, "sync": "ddp"}}, "zero: 1 cannot be combined with sync: ddp"),
         ({"parallel": {"data": 2, "zero": 1, "sync": "fsdp"}}, "zero: 1 cannot be combined with sync: fsdp"),
@@ -127,7 +116,6 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
         ({"mode": "1f1b", "exact": True, "virtual_ranks": 4}, "1f1b has one virtual rank, but virtual_ranks is 4"),
         ({"mode": "gpipe", "compile": True}, "gpipe cannot be combined with compile yet; set compile: false"),
         ({"mode": "zbv", "communication_dtype": "bf16"}, "zbv sends activations and gradients in their own dtype"),
-        ({"mode": "gpipe", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
         ({"mode": "gpipe", "cut": "weight"}, "'count', 'parameters', 'flops' or 'profile'"),
         (
             {"parallel": {"pipe": 2, "microbatches": 4}, "microbatches": 8},

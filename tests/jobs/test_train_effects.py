@@ -20,7 +20,6 @@ SPLITS: dict[str, dict[str, Any]] = {name: {"mode": name} for name in MODES} | {
     "flat pipelines": {"parallel": {"data": 2, "pipe": 2, "sync": "flat"}},
     "sharded pipelines": {"parallel": {"data": 2, "pipe": 2, "zero": 2}},
     "tensor x zero1": {"parallel": {"data": 2, "tensor": 2, "zero": 1}},
-    "layerwise": {"mode": "zero3", "layerwise": True},
 }
 PIPELINES = {
     "model",
@@ -40,7 +39,6 @@ READ: dict[str, tuple[Any, set[str]]] = {
     "bucket_size_mb": (4.0, {"bucketed", "zero1", "zero2", "pipelines", "sharded pipelines", "tensor x zero1"}),
     "accumulate": ("sharded", SHARDED),
     "reshard_after_forward": (False, {"zero3", "fsdp"}),
-    "layerwise": (True, PIPELINES - {"terapipe"} | {"zero3", "layerwise"}),
     "sequence_parallel": (True, {"tensor", "tensor x zero1"}),
     "microbatches": (2, PIPELINES - {"model"}),
     "chunks": (3, {"interleaved"}),
@@ -117,8 +115,8 @@ def test_every_row_has_a_test() -> None:
 
 
 def test_a_default_that_is_written_out_is_no_mistake(tmp_path: Path) -> None:
-    loaded = load(tmp_path, {**GPT, "mode": "allreduce", "layerwise": False, "bucket_size_mb": 25.0})
-    assert set(loaded.unread) == loaded.idle == {("train", "layerwise"), ("train", "bucket_size_mb")}
+    loaded = load(tmp_path, {**GPT, "mode": "allreduce", "accumulate": "local", "bucket_size_mb": 25.0})
+    assert set(loaded.unread) == loaded.idle == {("train", "accumulate"), ("train", "bucket_size_mb")}
     assert loaded.dropped == []
 
 

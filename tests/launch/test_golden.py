@@ -161,3 +161,15 @@ def here(golden: Path) -> tuple[str, ...]:
     site = golden / "site.yaml"
     site.write_text(f"interpreter: {sys.executable}\n")
     return ("--site", str(site), "--set", f"python={sys.executable}", "--set", f"workdir={golden}")
+
+
+def test_a_run_with_layerwise_is_read_but_not_resumed(golden: Path, in_process: Muster) -> None:
+    (run,) = (golden / "runs").glob("zero-*")
+    job = run / "job.yaml"
+    job.write_text(job.read_text().replace("  mode: zero3\n", "  mode: zero3\n  layerwise: true\n"))
+    page = str(golden / "page.html")
+    for words in (["status", "zero-"], ["why", "zero-"], ["compare", "zero-"], ["report", "zero-", "--output", page]):
+        assert in_process(*words)[0] == 0, words
+    code, _, said = in_process("resume", "zero-")
+    assert code == exits.BAD_JOB
+    assert "train.layerwise: 0.1.0 was the last version with this key" in said

@@ -228,7 +228,6 @@ def refused(world: World) -> list[str]:
     said = [
         told_by(built(ranks=4)),
         told_by(built(nn.Linear(3, 4))),
-        told_by(built(layerwise=True, recompute=True)),
         told_by(built(loose)),
         told_by(built(name="zbv")),
         told_by(built(cuts=(0, 3))),
@@ -265,7 +264,6 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
     wanted = [
         "ValueError: schedule 1f1b is for 4 ranks, but the group has 2",
         "TypeError: a pipeline needs an nn.Sequential to cut into stages, got a Linear",
-        "ValueError: layerwise and recompute: layerwise already runs every forward twice; drop one of the two",
         "ValueError: scale belongs to no layer and therefore to no stage; move it into a layer",
         "ValueError: 4 stages of 3 layers",
         "ValueError: cuts [0, 3]: there is no layer 3, only 3 layers",

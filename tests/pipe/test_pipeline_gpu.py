@@ -34,7 +34,7 @@ CASES = [
     Case("vgg", "zb1p", 4, (9, 8), EXACT),
     Case("odd", "1f1b", 3, (7, 2, 7), {"cuts": (0, 6)}),
     Case("odd", "interleaved", 2, (3, 3), {"cuts": (0, 5, 6, 8)}),
-    Case("odd", "gpipe", 3, (3, 3), {"cuts": (0, 5), "layerwise": True}),
+    Case("odd", "gpipe", 3, (3, 3), {"cuts": (0, 5), "recompute": True}),
 ]
 GRAPHED = [
     Case("vgg", "1f1b", 4, (8, 8, 8, 7, 7, 7), {"cuda_graphs": True}),

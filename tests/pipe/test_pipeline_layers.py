@@ -3,7 +3,6 @@
 Each is compared with a loop in one process, bit for bit.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,8 @@ from support.data_parallel import distance, same_bits
 pytestmark = pytest.mark.ranks
 
 TOKENS, WIDTH, CLASSES = 7, 4, 7
-WAYS: list[dict[str, bool]] = [{}, {"recompute": True}, {"layerwise": True}]
+RECOMPUTED = {"recompute": True}
+WAYS: list[dict[str, bool]] = [{}, RECOMPUTED]
 
 
 class Smoothed(nn.Module):
@@ -161,15 +161,15 @@ def whole(gradient: Tensor | None) -> Tensor:
 
 
 CASES = [
-    *((name, "1f1b", way) for name in ("spectral norm", "smoothed", "one buffer", "batch norm") for way in WAYS[1:]),
+    *((name, "1f1b", RECOMPUTED) for name in ("spectral norm", "smoothed", "one buffer", "batch norm")),
     *((f"in place {where}", "1f1b", way) for where in ("at the cut", "behind a view") for way in WAYS),
-    ("spectral norm", "zbv", WAYS[1]),
-    ("nothing at the turn", "zbv late", WAYS[0]),
-    ("in place at the cut", "zb1p", WAYS[2]),
-    *((name, table, WAYS[0]) for name in ("sparse", "tied", "sparse and tied") for table in ("1f1b", "zbv")),
-    ("tied", "interleaved", WAYS[1]),
-    ("tied", "zb1p", WAYS[2]),
-    ("tied thrice", "zbv", WAYS[0]),
+    ("spectral norm", "zbv", RECOMPUTED),
+    ("nothing at the turn", "zbv late", {}),
+    ("in place at the cut", "zb1p", RECOMPUTED),
+    *((name, table, {}) for name in ("sparse", "tied", "sparse and tied") for table in ("1f1b", "zbv")),
+    ("tied", "interleaved", RECOMPUTED),
+    ("tied", "zb1p", RECOMPUTED),
+    ("tied thrice", "zbv", {}),
 ]
 
 
@@ -186,7 +186,7 @@ def test_layers_that_write_overwrite_and_share_are_those_of_a_loop(on_ranks):
     assert on_ranks(2, wrong_layers) == [[]] * 2
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["whole", "recompute", "layerwise"])
+@pytest.mark.parametrize("way", WAYS, ids=["whole", "recompute"])
 def test_weights_that_stages_of_one_rank_share_have_a_loops_bits_where_exact(way: dict[str, bool]):
     table = schedule("interleaved", 1, 4, chunks=3)
     torch.manual_seed(1)
@@ -216,61 +216,11 @@ class Sometimes(nn.Module):
         return x + self.seen
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=["recompute", "layerwise"])
-def test_a_buffer_that_a_second_forward_would_not_find_as_it_was_is_refused(way: dict[str, bool]):
+def test_a_buffer_that_a_second_forward_would_not_find_as_it_was_is_refused():
     layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Sometimes()), nn.Linear(2, 2))
-    pipeline = Pipeline(layers, schedule("gpipe", 1, 4), loss=functional.mse_loss, **way)
+    pipeline = Pipeline(layers, schedule("gpipe", 1, 4), loss=functional.mse_loss, recompute=True)
     with pytest.raises(RuntimeError, match=r"layer '1\.0' has written its buffer 'seen', unlike in its first"):
         pipeline.step(torch.ones(8, 2), torch.ones(8, 2))
-
-
-def within(*, sparse: bool) -> nn.Sequential:
-    """Layers that occur twice in one stage, and two that share a weight."""
-    again, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-    layers = nn.Sequential(
-        *embedding(sparse=sparse), again, norm, nn.Tanh(), again, norm, nn.Linear(WIDTH, TOKENS, bias=False)
-    )
-    layers[6].weight = layers[0].weight
-    return layers
-
-
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
-def test_weights_that_a_stage_has_twice_gain_once_a_microbatch_layer_by_layer(table: str, sparse: bool):
-    torch.manual_seed(1)
-    reference = within(sparse=sparse)
-    pipeline = Pipeline(
-        copy.deepcopy(reference), schedule(table, 1, 4), loss=functional.cross_entropy, layerwise=True, exact=True
-    )
-    calls: list[nn.Parameter] = []
-    for each in pipeline.module.parameters():
-        each.register_post_accumulate_grad_hook(calls.append)
-    inputs, targets = batch(0)
-    pipeline.step(inputs, targets)
-    for x, y in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
-        (functional.cross_entropy(reference(x), y) * (len(x) / len(inputs))).backward()
-    for (name, found), wanted in zip(pipeline.module.named_parameters(), reference.parameters(), strict=True):
-        assert same_bits(whole(found.grad), whole(wanted.grad)), name
-        assert sum(each is found for each in calls) == 4, name
-
-
-def test_what_a_gradient_does_not_reach_keeps_no_other_use_back_layer_by_layer():
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Ends(), nn.Linear(WIDTH, WIDTH))
-    layers[2].weight = layers[0].weight
-    x, y = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
-    functional.mse_loss(layers(x), y).backward()
-    wanted = layers[0].weight.grad
-    layers.zero_grad()
-    Pipeline(layers, schedule("1f1b", 1, 1), loss=functional.mse_loss, layerwise=True).step(x, y)
-    assert wanted is not None
-    assert same_bits(whole(layers[0].weight.grad), wanted)
-
-
-class Ends(nn.Module):
-    """Returns no gradient for its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach() * 2.0
 
 
 class Pair(nn.Module):
@@ -280,21 +230,8 @@ class Pair(nn.Module):
         return (x, x * 2.0) if isinstance(x, Tensor) else x[0] + x[1]
 
 
-def test_tensors_may_go_in_pairs_within_a_stage_but_not_layer_by_layer():
+def test_tensors_may_go_in_pairs_within_a_stage():
     layers = nn.Sequential(nn.Linear(2, 2), Pair(), Pair(), nn.Linear(2, 2))
     table, x, y = schedule("1f1b", 1, 1), torch.ones(2, 2), torch.ones(2, 2)
     found = Pipeline(layers, table, loss=functional.mse_loss, recompute=True).step(x, y)
     assert same_bits(found, functional.mse_loss(layers(x), y).detach().double())
-    with pytest.raises(
-        TypeError, match="layer '1' returned a tuple; with layerwise, one tensor is passed from layer to layer"
-    ):
-        Pipeline(layers, table, loss=functional.mse_loss, layerwise=True).step(x, y)
-
-
-def test_a_split_layer_whose_input_does_not_learn_gains_layer_by_layer():
-    layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
-    plain, table, x, y = copy.deepcopy(layers), schedule("zb1p", 1, 1), torch.ones(2, 2), torch.zeros(2, 2)
-    Pipeline(layers, table, loss=functional.mse_loss, layerwise=True, exact=True).step(x, y)
-    functional.mse_loss(plain(x), y).backward()
-    for found, wanted in zip(layers.parameters(), plain.parameters(), strict=True):
-        assert same_bits(whole(found.grad), whole(wanted.grad))

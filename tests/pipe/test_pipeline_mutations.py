@@ -126,7 +126,7 @@ def tied_by_ranks() -> Any:
 
 
 def drawn_anew() -> Any:
-    return mock.patch.object(Stage, "layer", drawn_layer)
+    return mock.patch.object(Stage, "_layer", drawn_layer)
 
 
 def drawn_layer(one: Stage, index: int, x: Tensor, _: int) -> Tensor:

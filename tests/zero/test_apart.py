@@ -12,7 +12,6 @@ from muster.ddp import BucketedDDP
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from muster.zero.apart import require_own_memory
-from muster.zero.layerwise import Layerwise
 
 pytestmark = pytest.mark.ranks
 
@@ -66,9 +65,6 @@ def tied(world: World) -> dict[str, Any]:
     found["groups"] = message(
         lambda: ShardedOptimizer([{"params": [each]} for each in module.parameters()], torch.optim.SGD, lr=0.1)
     )
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    layers[1].weight.data = layers[0].weight.data
-    found["layerwise"] = message(lambda: Layerwise(layers))
     return found
 
 
@@ -81,7 +77,6 @@ def test_two_parameters_in_one_memory_are_refused_by_name_and_one_with_two_names
     assert all(first.pop(f"refused {stage}").startswith(refused) for stage in (1, 2, 3))
     assert first["optimizer"].startswith(refused)
     assert first["groups"].startswith("parameters groups[0][0] and groups[1][0] share memory")
-    assert first["layerwise"].startswith("parameters 0.weight and 1.weight share memory")
 
 
 def tied_later(world: World) -> list[str]:

@@ -1,27 +1,18 @@
 """unwrap() returns the module whole, with its own memory and without hooks, for any further use."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
-from muster.zero.layerwise import Layerwise
-from muster.zero.sharded import Sharded
 from support.refusals import said_by
 
 pytestmark = pytest.mark.ranks
 
 LR = 0.1
 GONE = "was unwrapped"
-WRAPPERS: dict[str, Callable[..., Sharded]] = {
-    "stage 1": lambda module, group: ShardedDataParallel(module, group, stage=1),
-    "stage 2": lambda module, group: ShardedDataParallel(module, group, stage=2),
-    "stage 3": lambda module, group: ShardedDataParallel(module, group, stage=3),
-    "layer by layer": Layerwise,
-}
+STAGES = (1, 2, 3)
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -36,16 +27,16 @@ def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Run a step with the same batch on all ranks, so that the mean equals one process."""
     loss = model(batch(step, next(iter(model.state_dict().values())).dtype)).square().mean()
-    model.backward(loss) if isinstance(model, Layerwise) else loss.backward()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def wrong(world: World, how: str) -> list[str]:
+def wrong(world: World, stage: int) -> list[str]:
     """Run a sharded step, one without a wrapper on every rank, and a sharded one again: all equal one process."""
     plain, module = net(), net()
     alone = torch.optim.SGD(plain.parameters(), lr=LR)
-    model = WRAPPERS[how](module, world.group)
+    model = ShardedDataParallel(module, world.group, stage=stage)
     optimizer = model.optimizer(torch.optim.SGD, lr=LR)
     train(model, optimizer, 0)
     problems = [] if model.unwrap() is module else ["another module"]
@@ -59,7 +50,7 @@ def wrong(world: World, how: str) -> list[str]:
         name for name, each in module.named_parameters() if type(each) is not nn.Parameter or each.grad is not None
     ]
     train(module, torch.optim.SGD(module.parameters(), lr=LR), 1)
-    again = WRAPPERS[how](module, world.group)
+    again = ShardedDataParallel(module, world.group, stage=stage)
     train(again, again.optimizer(torch.optim.SGD, lr=LR), 2)
     again.unwrap()
     for step in range(3):
@@ -69,15 +60,15 @@ def wrong(world: World, how: str) -> list[str]:
     return problems
 
 
-def frozen_later(world: World, how: str) -> list[str]:
+def frozen_later(world: World, stage: int) -> list[str]:
     """Freeze a layer after wrapping: the wrapper refuses to continue, and returns the module to be wrapped again."""
     plain, module = net(), net()
-    model = WRAPPERS[how](module, world.group)
+    model = ShardedDataParallel(module, world.group, stage=stage)
     with model.gather_full():
         module[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"0\.bias, 0\.weight: changed after .* back with unwrap\(\)"):
         model(batch(0))
-    again = WRAPPERS[how](model.unwrap(), world.group)
+    again = ShardedDataParallel(model.unwrap(), world.group, stage=stage)
     train(again, again.optimizer(torch.optim.SGD, lr=LR), 0)
     plain[0].requires_grad_(False)
     train(plain, torch.optim.SGD(plain.parameters(), lr=LR), 0)
@@ -86,8 +77,8 @@ def frozen_later(world: World, how: str) -> list[str]:
 
 
 def all_wrong(world: World) -> list[str]:
-    problems = [f"{how}: {each}" for how in WRAPPERS for each in wrong(world, how)]
-    problems += [f"{how}, frozen: {each}" for how in WRAPPERS for each in frozen_later(world, how)]
+    problems = [f"stage {stage}: {each}" for stage in STAGES for each in wrong(world, stage)]
+    problems += [f"stage {stage}, frozen: {each}" for stage in STAGES for each in frozen_later(world, stage)]
     return problems + rounded(world)
 
 

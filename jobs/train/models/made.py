@@ -1,6 +1,6 @@
 """The user's model and loss, named by `train.model.make` and `train.loss`.
 
-    model                            data parallel, ZeRO     pipelines, layerwise
+    model                            data parallel, ZeRO     pipelines
     an nn.Sequential                 its layers in turn      its layers
     has stages()                     its own forward         the layers that stages() returns
     any other nn.Module              its own forward         refused

@@ -135,9 +135,8 @@ def parallelize(
         ValueError: if its layers cannot be split over this many tensor ranks.
     """
     whole = Forms(model)
-    in_layers = bool(split.schedule) or (settings.layerwise and split.zero == 3)
-    layers = layers_of(model, settings) if in_layers else None
-    if layers is not None and split.schedule:  # pipelines are cut by the sizes or times of whole layers
+    layers = layers_of(model, settings) if split.schedule else None
+    if layers is not None:  # pipelines are cut by the sizes or times of whole layers
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)
@@ -148,9 +147,8 @@ def parallelize(
     if groups is not None and split.tensor > 1:
         parts = split_layers(model, whole, world, groups, settings, clock)
 
-    module = layers or model
-    stages = None
-    if layers is not None and split.schedule:
+    module, stages = model, None
+    if layers is not None:
         stages = Stages(layers, table, cuts, tokens, settings, numerics, world, groups, clock)
         module = stages.module
 

@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.base import DataParallel
-from muster.ddp.checks import some_of
-from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
@@ -29,19 +27,6 @@ from muster.zero.flat import ParameterRange
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
-
-
-def require_all_used(mode: str, without: Sequence[str]) -> None:
-    """Check that the loss depends on every parameter, in a mode that would step the others with zero gradients.
-
-    Raises:
-        RefusedError: if parameters had no gradient.
-    """
-    if without:
-        raise RefusedError(
-            f"train.mode: {mode} needs a gradient of every parameter, but this step has none for {some_of(without)}; "
-            "call requires_grad_(False) on parameters that the loss never depends on, or choose another mode"
-        )
 
 
 class Replica:

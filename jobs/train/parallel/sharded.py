@@ -9,30 +9,30 @@ from torch import Tensor
 from muster.jobs.spec.recorded import records
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, quiet, recipe
-from muster.jobs.train.parallel.replica import WrappedReplica, require_all_used
+from muster.jobs.train.parallel.replica import WrappedReplica
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
-from muster.zero import ShardedOptimizer
+from muster.zero import ShardedDataParallel, ShardedOptimizer
 from muster.zero.flat import ParameterRange
-from muster.zero.layerwise import Layerwise
-from muster.zero.sharded import Sharded
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
 
 class ShardedReplica(WrappedReplica):
-    """A copy inside one of `zero`'s wrappers.
+    """A copy inside `zero`'s wrapper.
 
     Gradients are scattered in the last backward, and parameters are gathered where they are used, so `finish` has
     nothing to do. With `marks_waits`, waits within forward and backward count as communication.
     """
 
-    wrapper: Sharded
+    wrapper: ShardedDataParallel
     optimizer: ShardedOptimizer
     is_sharded = True
 
-    def __init__(self, wrapper: Sharded, world: World, clock: StepMarks, *, marks_waits: bool = True) -> None:
+    def __init__(
+        self, wrapper: ShardedDataParallel, world: World, clock: StepMarks, *, marks_waits: bool = True
+    ) -> None:
         super().__init__(wrapper, world, clock)
         if marks_waits:
             wrapper.on_wait = clock.wait
@@ -105,15 +105,3 @@ class ShardedReplica(WrappedReplica):
         """Gather the parameters."""
         with self.wrapper.gather_full():
             return super().full_parameters()
-
-
-class LayerwiseReplica(ShardedReplica):
-    """A copy inside a `Layerwise`: the gradients of every micro-batch are scattered, layer by layer."""
-
-    wrapper: Layerwise
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch to this rank's share."""
-        self.wrapper.backward(loss)
-        self.clock.lap("backward")
-        require_all_used("zero3 with layerwise", sorted(self.wrapper.without))

@@ -88,7 +88,6 @@ class Stages:
             loss=self._loss,
             cuts=cuts,
             process_group=self.group,
-            layerwise=settings.layerwise,
             recompute=settings.activation_checkpointing,
             exact=settings.exact,
             cuda_graphs=settings.cuda_graph if records(settings, world.device.type) else False,

@@ -12,15 +12,13 @@ from muster.ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, Ove
 from muster.ddp.base import DataParallel, broadcast
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
-from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.parallel.forms import Forms
 from muster.jobs.train.parallel.replica import LateReplica, OverlappedReplica, Replica, TorchReplica, WrappedReplica
-from muster.jobs.train.parallel.sharded import LayerwiseReplica, ShardedReplica
+from muster.jobs.train.parallel.sharded import ShardedReplica
 from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
-from muster.zero.layerwise import Layerwise
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -55,9 +53,6 @@ def replica_of(
         from muster.jobs.train.parallel.fsdp import FsdpReplica  # imports DTensor and sympy: 1.5 s of CPU time
 
         return FsdpReplica(module, forms, world, clock, settings)
-    if sync == "sharded" and settings.layerwise and settings.zero == 3:
-        assert isinstance(module, LayerStack)
-        return LayerwiseReplica(Layerwise(module, world.group, loss=module.run_loss), world, clock)
     wrap, kind = SYNCS[sync]
     wrapper = wrap(module, world, settings)
     if kind is ShardedReplica:

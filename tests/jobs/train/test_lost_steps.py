@@ -112,7 +112,6 @@ CASES = [(name, {"mode": name}, 1 if name == "single" else 2) for name in MODES 
 CASES += [
     ("exact", {"mode": "bucketed", "exact": True}, 2),
     ("clipped zero3", {"mode": "zero3", "clip_norm": 1.0}, 2),
-    ("layerwise", {"mode": "zero3", "layerwise": True, "model": UNTIED}, 2),
     ("pure_bf16", {"mode": "zero2", "precision": "pure_bf16"}, 2),
     ("product", PRODUCT, 4),
     ("terapipe", {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}, 2),

@@ -118,7 +118,6 @@ PIPED = {"pipe": 2, "microbatches": 4}
 LIVE = {
     "1f1b": GPT | {"parallel": PIPED},
     "gpipe, recomputed": GPT | {"parallel": PIPED | {"schedule": "gpipe"}, "activation_checkpointing": True},
-    "gpipe, layerwise": GPT | {"parallel": PIPED | {"schedule": "gpipe"}, "layerwise": True},
     "zb1p": GPT | {"parallel": PIPED | {"schedule": "zb1p"}},
 }
 

@@ -65,8 +65,7 @@ def test_every_schedule_has_the_bits_of_the_loop_over_micro_batches(on_ranks, wo
     of_two = [name for name in PIPELINES if name != "terapipe"]
     modes = {1: ["1f1b", "zbv"], 2: of_two, 4: ["model", "gpipe", "1f1b", "zb1p"]}[world_size]
     exact = {name: {"exact": True} if name in ("zb1p", "zbv") else {} for name in PIPELINES}
-    more = {"gpipe": {"layerwise": True}, "1f1b": {"clip_norm": 0.05, "activation_checkpointing": True}}
-    more |= {"zbv": {"layerwise": True}}
+    more = {"1f1b": {"clip_norm": 0.05, "activation_checkpointing": True}}
     jobs = [{**GPT, "mode": name, "microbatches": 3, **exact[name]} for name in modes]
     jobs += [{**VGG, "mode": name, **exact[name], **more.get(name, {})} for name in modes if world_size == 2]
     jobs += [{**VGG, "mode": "interleaved"}] if world_size == 4 else []

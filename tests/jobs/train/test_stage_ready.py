@@ -58,7 +58,7 @@ def _logged(pipeline: Any, reducer: Any) -> list[str]:
 def test_buckets_leave_in_the_last_backward_and_those_of_tied_weights_last_with_the_same_bits(on_ranks):
     jobs = {f"tied {way}": {**TIED, "parallel": {**SPLIT, **more}} for way, more in WAYS.items()}
     jobs["zbv"] = {**JOB, "parallel": {**SPLIT, **WAYS["bucketed"], "schedule": "zbv"}}
-    jobs["layerwise"] = {**JOB, "layerwise": True, "parallel": {**SPLIT, **WAYS["bucketed"]}}
+    jobs["recomputed"] = {**JOB, "activation_checkpointing": True, "parallel": {**SPLIT, **WAYS["bucketed"]}}
     for rank, found in enumerate(on_ranks(4, one_step, jobs=jobs)):
         stage = f"stage {rank // 2}"
         for name, (log, buckets, bits) in found.items():

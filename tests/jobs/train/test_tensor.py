@@ -76,7 +76,7 @@ def test_stages_of_split_layers_beside_each_other(on_ranks):
     jobs = [
         {**GPT, "parallel": {**product, "schedule": "zb1p"}, "microbatches": 3},
         {**DROPOUT, "parallel": {**product, "schedule": "zbv"}, **SEQUENCE, "precision": "fp64"},
-        {**DROPOUT, "parallel": product, "layerwise": True},
+        {**DROPOUT, "parallel": product},
         {**GPT, "parallel": product, "activation_checkpointing": True, "precision": "bf16"},
         {**GPT, "parallel": {**product, "schedule": "interleaved"}, "precision": "fp16", **SEQUENCE},
     ]

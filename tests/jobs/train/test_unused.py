@@ -28,7 +28,7 @@ def ends(world: World, jobs: list[dict], uses: str = "never", form: str = "", st
     found = []
     for job in jobs:
         model = {"make": "unused.py:build", "args": {"uses": uses, "form": form}}
-        model = {"make": "unused.py:layers"} if job["mode"] in PIPELINES or job.get("layerwise") else model
+        model = {"make": "unused.py:layers"} if job["mode"] in PIPELINES else model
         given = {"model": model, "data": "digits", "batch_size": 24, "optimizer": ADAMW, **job}
         try:
             proof = Job(name="proof", kind="train", settings=TrainSettings.model_validate(given))
@@ -84,11 +84,3 @@ def test_fsdp_refuses_a_parameter_that_has_no_rows_before_it_trains(on_ranks, fo
     assert said.startswith("train.mode: fsdp cannot cut odd, of shape (")
     assert why in said
     assert other == ""
-
-
-def test_modes_that_step_every_parameter_refuse_unused_ones_and_the_key(on_ranks):
-    layerwise = {"mode": "zero3", "layerwise": True}
-    (said,) = on_two(on_ranks, [layerwise])
-    assert "needs a gradient of every parameter, but this step has none for 1.spare.bias" in said
-    with pytest.raises(ValueError, match="steps every parameter in every step; set find_unused_parameters: false"):
-        TrainSettings.model_validate({"model": "vgg11", "data": "digits", **layerwise, **KEY})

@@ -126,7 +126,6 @@ def test_exact_is_bitwise_one_process_on_every_world_that_divides(on_ranks, mode
         {"mode": "zero2", "accumulate": "sharded"},
         {"mode": "zero3", "accumulate": "sharded", "reshard_after_forward": False},
         {"mode": "fsdp", "accumulate": "sharded", "reshard_after_forward": False},
-        {"mode": "zero3", "layerwise": True},
     ],
     ids=lambda more: "-".join(map(str, more.values())),
 )

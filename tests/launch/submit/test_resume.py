@@ -148,8 +148,8 @@ def test_in_another_mode_it_names_the_settings_that_it_no_longer_uses_and_goes_o
     code, err = muster("--set", "train.mode=bucketed")
     assert (code, supervised[0].context.job.settings.mode) == (42, "bucketed")
     assert err == (
-        "muster: train.accumulate: has no effect in mode bucketed; it is for modes zero1, zero2, zero3 without "
-        "layerwise, and fsdp; the run continues without it\n"
+        "muster: train.accumulate: has no effect in mode bucketed; it is for modes zero1, zero2, zero3 and "
+        "fsdp; the run continues without it\n"
     )
 
 
