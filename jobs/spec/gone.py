@@ -3,7 +3,9 @@
 from typing import Any, Final
 
 # A key, or a key and its value: the last version that had it, and what to do instead.
-GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {}
+GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
+    "widths": ("0.1.0", "time norms with jobs/examples/kernels/norms.py"),
+}
 
 
 def gone(key: str, value: Any = None) -> str:

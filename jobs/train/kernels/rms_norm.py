@@ -36,16 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * r * weight).to(x.dtype)
 
 
-class PlainRmsNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over the last dimension, written in plain PyTorch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (..., n)."""
-        assert self.weight is not None
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
-
-
 class DerivedRmsNorm(torch.autograd.Function):
     """RMSNorm with the backward derived above; it keeps x and g, and computes r again."""
 

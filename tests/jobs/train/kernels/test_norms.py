@@ -49,6 +49,33 @@ def test_the_example_that_teaches_triton_is_right() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_program_that_times_norms_prints_a_row_for_each_pass_of_each() -> None:
+    program = [sys.executable, str(EXAMPLES / "kernels/norms.py"), "--norms", "layer,rms,rms_fused"]
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = ("--widths", "16,24", "--rows", "8", "--dtypes", "fp32", "--samples", "1")
+    done = subprocess.run([*program, *words], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    head, *rows = (line.split() for line in done.stdout.splitlines())
+    assert head == ["norm", "width", "dtype", "pass", "ms", "GB/s", "of", "the", "copy"]
+    norms = [(name, each) for name in ("layer", "rms", "rms_fused") for each in ("forward", "both")]
+    keys = [[name, width, "fp32", each] for width in ("16", "24") for name, each in [("copy", "forward"), *norms]]
+    assert [row[:4] for row in rows] == keys
+    assert [row[6] for row in rows if row[0] == "copy"] == ["1.000", "1.000"]
+    for _, width, _, each, milliseconds, gb_s, _ in rows:
+        moved = (2 if each == "forward" else 5) * 8 * int(width) * 4
+        assert float(gb_s) == pytest.approx(1e-6 * moved / float(milliseconds), rel=0.2)  # of the printed digits
+    plain = {key: value for key, value in environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([*program, *words], env=plain, capture_output=True, text=True, timeout=100)
+    assert "rms_fused is left out: Triton's kernels need a GPU, x is on cpu" in done.stdout
+
+
+@pytest.mark.gpu
+def test_the_program_that_times_norms_replays_graphs_on_a_gpu() -> None:
+    program = [sys.executable, str(EXAMPLES / "kernels/norms.py"), "--widths", "1000", "--rows", "500"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1 + 2 * 9), done.stdout + done.stderr
+
+
 @pytest.mark.gpu
 def test_the_kernels_are_right_on_a_gpu() -> None:
     done = subprocess.run([sys.executable, str(CHECKS), "cuda"], capture_output=True, text=True, timeout=100)
