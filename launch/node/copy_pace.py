@@ -29,7 +29,7 @@ class CopyPace:
         """Record a new shard of this node. The first one of a checkpoint sets the pace."""
         if name != self._name:
             if self._name:
-                self._seconds_per_byte = min(SPREAD * (now - self._began), LONGEST_S) / self._bytes
+                self._seconds_per_byte = min(SPREAD * (now - self._began), LONGEST_S) / max(self._bytes, 1)
             self._name, self._began, self._bytes = name, now, 0
         self._bytes += size
 
