@@ -24,12 +24,10 @@ class RunOutput:
         run: RunDir,
         console: Console,
         *,
-        offset: int | None = None,
-        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        offset: int,
+        on_row: Callable[[dict[str, Any]], None],
     ) -> None:
         self.run, self.console, self.on_row = run, console, on_row
-        if offset is None:
-            offset = run.events.stat().st_size if run.events.exists() else 0
         self._events = LineFollower(run.events, offset=offset)
         self._folder: AttemptDir | None = None
         self._files: dict[tuple[int, str], LineFollower] = {}

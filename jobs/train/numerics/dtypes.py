@@ -6,7 +6,7 @@ norm is float32 on CUDA and 16 bits on a CPU), so the table is measured rather t
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -50,14 +50,6 @@ def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Nume
         rows.append(DtypeRow(name, type(module).__name__, own, *seen.get(name, (NONE, NONE)), theirs))
     model.zero_grad(set_to_none=True)
     return [*rows, DtypeRow("loss", "cross entropy", NONE, _spell([logits]), _spell([loss]), NONE)]
-
-
-def render_dtypes(rows: Sequence[DtypeRow]) -> str:
-    """Format rows as a text table."""
-    table = [tuple(field.name for field in fields(DtypeRow)), *map(astuple, rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _watch(name: str, seen: dict[str, tuple[str, str]]) -> Callable[..., None]:

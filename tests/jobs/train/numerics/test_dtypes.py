@@ -9,7 +9,7 @@ from torch import nn
 from muster.jobs.models.shapes import POOL, VggShape
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.numerics.dtypes import DtypeRow, dtype_rows, render_dtypes
+from muster.jobs.train.numerics.dtypes import DtypeRow, dtype_rows
 
 
 def toy() -> nn.Module:
@@ -46,11 +46,3 @@ def test_batch_norms_stay_in_float32_among_bfloat16():
     assert model.get_buffer("norm1.running_mean").dtype == torch.float32
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_table_has_a_line_for_each_row():
-    rows = [DtypeRow("fc1", "Linear", "float32", "float32", "float16", "float32")]
-    assert render_dtypes(rows).splitlines() == [
-        "layer  kind    parameters  input    output   gradients",
-        "fc1    Linear  float32     float32  float16  float32",
-    ]
