@@ -71,7 +71,7 @@ GROUPS = (
         "cluster",
         (
             ("check", "test every node before a run: ssh, versions, code, network, clock, storage"),
-            ("hosts", "expand, fold and convert lists of hosts"),
+            ("hosts", "expand and fold lists of hosts, convert a manifest"),
             ("sync", "copy this code to nodes that do not share a file system"),
             ("box", "make a small real cluster inside this machine, and inject failures"),
             ("cloudlab", "write the profile of a CloudLab experiment"),

@@ -15,6 +15,7 @@ from muster.launch.plan.spares import place_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.requeue import own_job
 from muster.launch.submit.prepare import allocated
+from muster.launch.submit.request import QUEUED
 from muster.launch.submit.start import supervise
 from muster.launch.supervision.console import Console
 
@@ -39,7 +40,7 @@ def main() -> int:
 
 def at_home(submission: Submission) -> Submission:
     """Fill in the nodes that Slurm allocated, which are known only where the supervisor runs."""
-    if submission.route.transport != "slurm" and submission.route.executor != "slurm":
+    if submission.route.transport not in QUEUED:
         return submission
     context = submission.context
     placement, spares = place_with_spares(context.job, allocated(context.job))

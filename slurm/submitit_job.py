@@ -32,7 +32,7 @@ from muster.jobs.runfolder.rundir import RunDir
 
 WAIT_S: Final = 120.0  # longest wait for the rendezvous file, which a file server may show a minute late
 POLL_S: Final = 0.1
-DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
+DRAIN_S: Final = 25.0  # the least time for saving: Slurm kills a job 30 s after its time limit (KillWait)
 SWEEP_S: Final = 5.0
 END_S: Final = 10.0  # time for a child to end after SIGTERM
 REQUEUE_TEXT: Final = "submitit requeues the job"
@@ -128,8 +128,7 @@ class SubmititTask:
 
 def start_key(environ: Mapping[str, str]) -> str:
     """Identify this start of the job, so that files of an earlier start are not mistaken for its own."""
-    job = environ.get("SLURM_JOB_ID") or environ.get("SUBMITIT_LOCAL_JOB_ID", "")
-    return f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}"
+    return f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def publish(run: RunDir, told: Mapping[str, Any]) -> None:

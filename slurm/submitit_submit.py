@@ -1,9 +1,7 @@
 """Call submitit in a separate process, to keep its modules, threads and children out of Muster's process.
 
-    standard input    {"executor", "folder", "constructor", "parameters", "tasks", "dry_run"}, as JSON
-    standard output   {"job_ids": [...]} or {"refused": sbatch's message} or {"text": the batch script}
-
-submitit's local executor runs its jobs as children, so this process runs until they have ended.
+standard input    {"folder", "constructor", "parameters", "tasks", "dry_run"}, as JSON
+standard output   {"job_ids": [...]} or {"refused": sbatch's message} or {"text": the batch script}
 """
 
 import json
@@ -11,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics import exits
@@ -20,7 +17,6 @@ from muster.slurm.submitit_job import SubmititTask
 if TYPE_CHECKING:
     import submitit
 
-LOOK_S: Final = 0.05
 QUERY_S: Final = 30.0
 YEAR_MINUTES: Final = 525_600
 LIMITS: Final = "%P|%L|%l"  # format of sinfo: partition (a star marks the default one), default time limit, time limit
@@ -37,8 +33,8 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(missing(str(error.name)), file=sys.stderr)
         return exits.REFUSED
-    executor = submitit.AutoExecutor(order["folder"], cluster=order["executor"], **order["constructor"])
-    executor.update_parameters(**limited(order["executor"], order["parameters"]))
+    executor = submitit.AutoExecutor(order["folder"], cluster="slurm", **order["constructor"])
+    executor.update_parameters(**limited(order["parameters"]))
     tasks = [SubmititTask(**each) for each in order["tasks"]]
     try:
         jobs = [] if order["dry_run"] else executor.submit_array(tasks)
@@ -49,8 +45,6 @@ def main() -> int:
         told = {"text": script(executor)}
     with answer:
         answer.write(json.dumps(told) + "\n")
-    while order["executor"] == "local" and not all(job.done() for job in jobs):
-        time.sleep(LOOK_S)
     return 0
 
 
@@ -65,9 +59,9 @@ def script(executor: "submitit.AutoExecutor") -> str:
     return str(inner._make_submission_file_text(inner._submitit_command_str, ""))
 
 
-def limited(executor: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def limited(parameters: dict[str, Any]) -> dict[str, Any]:
     """Fill in a missing time limit with the partition's default instead of submitit's five minutes."""
-    if executor != "slurm" or "slurm_time" in parameters:
+    if "slurm_time" in parameters:
         return parameters
     argv = ["sinfo", "--noheader", f"--format={LIMITS}"]
     try:

@@ -105,7 +105,7 @@ def _write_files(state: BoxState, tools: Tools) -> None:
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     for path in state.made_folders:
         Path(path).mkdir(exist_ok=True)
-    tools.run(texts.keygen_argv("ssh-keygen", str(paths.client_key), f"muster box {spec.name}"))
+    tools.run(texts.keygen_argv(str(paths.client_key), f"muster box {spec.name}"))
     shutil.copyfile(f"{paths.client_key}.pub", paths.authorized_keys)
     if "SUDO_UID" in os.environ:  # the user who called sudo can then run ssh without sudo
         os.chown(paths.client_key, int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1")))

@@ -88,7 +88,7 @@ def make_folders(state: BoxState, nodes: Iterable[str], tools: Tools) -> None:
         config.chmod(0o600)
         own.passwd.write_text(texts.passwd(users, str(own.home)), encoding="utf-8", errors="surrogateescape")
         if not own.host_key.exists():
-            keys.append(tools.start(texts.keygen_argv("ssh-keygen", str(own.host_key), node)))
+            keys.append(tools.start(texts.keygen_argv(str(own.host_key), node)))
     wait_all(keys)
 
 

@@ -86,9 +86,9 @@ def passwd(text: str, home: str) -> str:
     return "".join(f"{_with_home(line, home)}\n" for line in text.splitlines())
 
 
-def keygen_argv(ssh_keygen: str, path: str, comment: str) -> list[str]:
+def keygen_argv(path: str, comment: str) -> list[str]:
     """Return the argv that creates a key without a passphrase."""
-    return [ssh_keygen, "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", path]
+    return ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", path]
 
 
 def exec_argv(nsenter: str, pid: int, argv: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> list[str]:

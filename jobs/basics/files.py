@@ -66,12 +66,9 @@ def write_secret(path: Path, text: str) -> None:
     write_bytes(path, text.encode(), mode=0o600)
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    """Write a value as JSON into a run folder, by rename; errors as for `write_bytes`.
-
-    Without `indent` it is one line, which is several times as fast to write.
-    """
-    write_inside(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode())
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON into a run folder, by rename; errors as for `write_bytes`."""
+    write_inside(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def write_inside(path: Path, data: bytes) -> None:

@@ -166,19 +166,19 @@ def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
         return file.read(most)
 
 
-def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
+def parse_json(data: bytes | str, *, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
     """Parse JSON of limited depth and size.
 
     Raises:
-        ValueError: if the text is not JSON, is nested deeper than `deepest`, has more than `most` values, or has a
+        ValueError: if the text is not JSON, is nested deeper than `DEEPEST`, has more than `most` values, or has a
             number of more than 400 digits or beyond `largest`.
     """
     text = data if isinstance(data, str) else data.decode()
     brackets = text.count("[") + text.count("{")
     if brackets + text.count(",") > most and sum(map(_STRINGS.sub("", text).count, "[{,")) > most:
         raise ValueError(f"more than {most} values")
-    if brackets > deepest and _is_deeper(text, deepest):
-        raise ValueError(f"nested deeper than {deepest} levels")
+    if brackets > DEEPEST and _is_deeper(text):
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
     if largest < math.inf or _has_long_number(text):
         return json.loads(text, parse_int=partial(_number, int, largest), parse_float=partial(_number, float, largest))
     return json.loads(text)
@@ -219,7 +219,7 @@ def _has_long_number(text: str) -> bool:
     )
 
 
-def _is_deeper(text: str, deepest: int) -> bool:
-    """Return True if lists and objects are nested deeper than `deepest` levels; brackets in strings do not count."""
+def _is_deeper(text: str) -> bool:
+    """Return True if lists and objects are nested deeper than `DEEPEST` levels; brackets in strings do not count."""
     steps = map(_STEPS.__getitem__, _BRACKETS.findall(_STRINGS.sub("", text)))
-    return any(depth > deepest for depth in accumulate(steps))
+    return any(depth > DEEPEST for depth in accumulate(steps))

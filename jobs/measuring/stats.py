@@ -40,9 +40,9 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     return ordered[low - 1], ordered[-low]
 
 
-def confidence_of(n: int, confidence: float = CONFIDENCE) -> float:
-    """Return the actual confidence of `median_interval` for n values, which may differ from the requested one."""
-    low = _low_place(n, confidence)
+def confidence_of(n: int) -> float:
+    """Return the actual confidence of `median_interval` for n values, which may differ from the requested 95 %."""
+    low = _low_place(n, CONFIDENCE)
     return math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
 
 

@@ -18,6 +18,7 @@ GONE: Final[dict[str | tuple[str, str], tuple[str, str]]] = {
     "replicas": ("0.1.0", f"remove it, and choose mode ddp with as many ranks; {_REPLICAS}"),
     ("tokens", "auto"): ("0.1.0", "remove it for 4 equal slices, or list their lengths"),
     "layerwise": ("0.1.0", "remove it; jobs/examples/course/layerwise.py shows FSDP and a pipeline layer by layer"),
+    "widths": ("0.1.0", "time norms with jobs/examples/kernels/norms.py"),
 }
 
 

@@ -6,26 +6,41 @@
 
 Times are seconds, sizes bytes. Work is counted in floating-point operations (a multiply-add is two) that the model
 needs (`jobs/models/anatomy.py`; causal attention counts half). Recomputation by activation checkpointing does not
-count. A norm's work is the bytes that it must move: its input and output, and in the backward the gradients of both and
-the input once more.
+count.
 """
 
 from itertools import islice
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
+from muster.jobs.basics.errors import JobFileError
 from muster.jobs.basics.words import counted
+from muster.jobs.spec.gone import gone
 from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
 VERSION: Final = 1
+OF_NORMS: Final = ("widths", "width", "moved_bytes", "bytes_per_s", "copy_share")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(ge=0.0, lt=1e9)]
 State = Literal["ok", "memory", "timeout", "refused", "failed"]
+
+
+def without_norms(values: Any) -> Any:
+    """Remove the keys of norms, which version 0.1.0 wrote without a value for models.
+
+    Raises:
+        JobFileError: if the values are the settings of a timing of norms.
+    """
+    if not isinstance(values, dict):
+        return values
+    if values.get("widths"):
+        raise JobFileError(f"this is a timing of norms; {gone('widths')}")
+    return {key: value for key, value in values.items() if value or key not in OF_NORMS}
 
 
 class Machine(Strict):
@@ -48,7 +63,7 @@ class Header(Strict):
     device: Literal["cpu", "cuda"]
     machine: Machine
     torch: str
-    settings: TimingSettings
+    settings: Annotated[TimingSettings, BeforeValidator(without_norms)]
     time: UnixTime
 
 
@@ -92,21 +107,22 @@ class Timed(Strict):
     batch: int
     context: int | None  # tokens per sample; None if samples are not sequences of tokens
     is_own: bool = False  # True for the model of a train: section
-    width: int | None = None  # number of elements in a row of a norm; None for a model
     build_s: float | None = None  # time to build the model on its device, in the last launch
     warm_up_s: list[Seconds] = Field(default_factory=list)  # time of each warm-up step, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # empty if an older Muster wrote the row, with a single launch
     summary: TimingSummary | None = None
-    rate: float | None = None  # tokens, images or rows per second
+    rate: float | None = None  # tokens, images or samples per second
     flops: int  # number of floating-point operations of a step; 0 if unknown
     flops_per_s: float | None = None
     matmul_share: float | None = None  # relative to the rate of a matrix product in the same precision
-    moved_bytes: int = 0  # number of bytes that a norm must read and write; 0 for a model
-    bytes_per_s: float | None = None
-    copy_share: float | None = None  # relative to the bandwidth of a copy of the same rows in the same launches
     peak_bytes: int | None = None  # CUDA: peak of allocated bytes; CPU: peak growth of the process
     time: UnixTime
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_norms(cls, values: Any) -> Any:
+        return without_norms(values)
 
     @model_validator(mode="after")
     def _launches_have_all_steps(self) -> Self:
@@ -117,7 +133,7 @@ class Timed(Strict):
     @property
     def case(self) -> Case:
         """The case that the row measures."""
-        return Case(self.model, self.pass_name, self.precision, self.is_own, self.width)
+        return Case(self.model, self.pass_name, self.precision, self.is_own)
 
     @property
     def steps_of_launches(self) -> list[tuple[list[float], Launch]]:
@@ -134,8 +150,6 @@ class Timed(Strict):
     @property
     def unit(self) -> str:
         """The unit that `rate` counts per second."""
-        if self.width is not None:
-            return "rows"
         return "tokens" if self.context is not None else "samples" if self.is_own else "images"
 
 

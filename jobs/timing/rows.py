@@ -26,7 +26,6 @@ class ModelRow(MeasuredRow):
         row = self.timed
         return {
             "model": row.model,
-            "width": row.width,
             "pass": row.pass_name,
             "precision": row.precision,
             "parameters": row.parameters,

@@ -1,7 +1,7 @@
-"""The `timing:` section of a job file: time models or norms on one rank, without data, disk or network. Torch-free."""
+"""The `timing:` section of a job file: time models on one rank, without data, disk or network. Torch-free."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
@@ -18,34 +18,29 @@ ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)
 CLASSES: Final = 10
 OF_GPTS: Final = ("context", "vocabulary", "norm", "bias", "tied")
-COPY: Final = "copy"
-NORMS: Final = ("layer", "rms_plain", "rms_compiled", "rms", "rms_fused")  # rms is torch's own
-NOT_OF_NORMS: Final = (*OF_GPTS, "train", "compile", "activation_checkpointing", "dtypes")
 OF_TRAIN: Final = ("model", "data", "loss", "optimizer", "augment")  # keys of a train: section that affect the timing
 
 Pass = Literal["forward", "backward", "step"]
 
 
 def _models(schema: dict[str, Any]) -> None:
-    schema["items"]["enum"] = [ALL, *NAMES, *NORMS]
+    schema["items"]["enum"] = [ALL, *NAMES]
     one_or_many(schema)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The model or norm, pass and precision of one row."""
+    """The model, pass and precision of one row."""
 
     model: str
     pass_name: Pass
     precision: Precision
     is_own: bool = False  # True for the model of the section `train`
-    width: int | None = None  # number of elements in a row of a norm or a copy; None for a model
 
     @property
     def name(self) -> str:
-        """The case in words, such as gpt-nano step fp32, or rms_fused 4096 forward bf16."""
-        width = [] if self.width is None else [str(self.width)]
-        return " ".join([self.model, *width, self.pass_name, self.precision])
+        """The case in words, such as gpt-nano step fp32."""
+        return f"{self.model} {self.pass_name} {self.precision}"
 
     @property
     def is_image(self) -> bool:
@@ -58,16 +53,9 @@ class TimingSettings(Strict):
 
     model: list[str] = Field(
         [],
-        description="models by name, or `all`; with `widths`, norms by name",
+        description="models by name, or `all`",
         examples=["gpt-small"],
         json_schema_extra=_models,
-    )
-    widths: list[Positive] = Field(
-        [],
-        description="time norms of `batch` rows of these widths instead of models: `layer`, `rms` (PyTorch's), "
-        "`rms_plain`, `rms_compiled`, `rms_fused`, and a copy of the same rows",
-        examples=[[1024, 4096]],
-        json_schema_extra=one_or_many,
     )
     train: dict[str, Any] | None = Field(
         None,
@@ -87,7 +75,7 @@ class TimingSettings(Strict):
     warmup: NonNegative = Field(1, description="steps of a launch before the timed ones")
     steps: Positive = Field(2, description="timed steps of each launch")
     launches: Positive = Field(3, description="fresh processes for each row: the unit of the statistics")
-    batch: Positive = Field(16, description="samples of a step, or rows of a norm")
+    batch: Positive = Field(16, description="samples of a step")
     context: Positive = Field(128, description="GPT: tokens of a sample")
     vocabulary: Positive = Field(10_000, description="GPT: number of tokens")
     norm: Literal["rms", "rms_fused", "layer"] = Field(
@@ -108,7 +96,7 @@ class TimingSettings(Strict):
     )
     seed: Seed = Field(0, description="seed of weights and data")
 
-    @field_validator("model", "widths", "passes", "precision", mode="before")
+    @field_validator("model", "passes", "precision", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return as_list(value)
@@ -117,7 +105,7 @@ class TimingSettings(Strict):
     @classmethod
     def _are_known(cls, names: list[str]) -> list[str]:
         for name in names:
-            if name not in (*NAMES, *NORMS, ALL):
+            if name not in (*NAMES, ALL):
                 raise ValueError(unknown("model", name, (ALL, *NAMES)))
         return names
 
@@ -130,12 +118,8 @@ class TimingSettings(Strict):
 
     @model_validator(mode="after")
     def _fit_the_models(self) -> Self:
-        if self.widths:
-            return self._norms_fit()
         if not self.model and self.train is None:
             raise ValueError("no model is named; add model: with names, or train: with a section")
-        if norms := [name for name in self.model if name in NORMS]:
-            raise ValueError(f"{norms[0]} is a norm, which needs widths; add widths: [1024], or name a model")
         if self.dtypes and self.train is not None:
             raise ValueError("dtypes is for built-in models; remove dtypes or train")
         fields = type(self).model_fields
@@ -144,43 +128,12 @@ class TimingSettings(Strict):
             raise ValueError(f"{foreign[0]} is for GPTs, but none is timed; remove it, or name a GPT")
         return self
 
-    def _norms_fit(self) -> Self:
-        """Refuse settings that norms do not use."""
-        fields = type(self).model_fields
-        if foreign := [name for name in NOT_OF_NORMS if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{foreign[0]} is for models, but widths times norms; remove {foreign[0]} or widths")
-        if models := [name for name in self.model if name in NAMES]:
-            raise ValueError(f"{models[0]} is a model, but widths times norms: {', '.join(NORMS)}; remove one of them")
-        if "step" in self.passes and len(self.passes) < len(get_args(Pass)):
-            raise ValueError("norms have no optimizer step; set passes to forward, backward or both")
-        return self
-
     def models(self) -> list[str]:
-        """List the models or norms, with `all` expanded, each once. Without a name, all norms are timed."""
-        every = NORMS if self.widths else NAMES
-        names = [each for name in self.model or [ALL] for each in (every if name == ALL else (name,))]
-        return list(dict.fromkeys(names)) if self.model or self.widths else []
-
-    def groups(self) -> list[list[Case]]:
-        """List the rows in the order in which they are measured; those of a group share a process.
-
-        The norms of one width and precision take turns in a process with a copy of the same rows.
-        """
-        if not self.widths:
-            return [[case] for case in self._cases_of_models()]
-        passes: list[Pass] = [each for each in dict.fromkeys(self.passes) if each != "step"]
-        return [
-            [Case(COPY, "forward", how, width=width)]
-            + [Case(name, each, how, width=width) for each in passes for name in self.models()]
-            for how in dict.fromkeys(self.precision)
-            for width in dict.fromkeys(self.widths)
-        ]
+        """List the models, with `all` expanded, each once."""
+        return list(dict.fromkeys(each for name in self.model for each in (NAMES if name == ALL else (name,))))
 
     def cases(self) -> list[Case]:
         """List the rows in the order in which they are measured."""
-        return [case for group in self.groups() for case in group]
-
-    def _cases_of_models(self) -> list[Case]:
         # dtypes are listed only for whole steps
         passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))
         precisions = dict.fromkeys(self.precision)

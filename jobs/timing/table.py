@@ -56,20 +56,6 @@ NUMBERS: Final[tuple[Column, ...]] = (
 )
 
 
-NORM_LABELS: Final[tuple[Column, ...]] = (
-    ("norm", "", 13, lambda row: row.timed.model),
-    ("width", "", 7, lambda row: str(row.timed.width)),
-    ("pass", "", 9, lambda row: row.timed.pass_name),
-    ("precision", "", 10, lambda row: row.timed.precision),
-    ("rows", "", 8, lambda row: str(row.timed.batch)),
-)
-NORM_NUMBERS: Final[tuple[Column, ...]] = (
-    *NUMBERS[1:6],
-    ("bandwidth", "(GB/s)", 10, lambda row: number(row.timed.bytes_per_s, 1e-9)),
-    ("copy", "(%)", 7, lambda row: number(row.timed.copy_share, 100)),
-)
-
-
 def report_lines(timings: Timings) -> list[str]:
     """Return timings as lines of text."""
     lines: list[str] = []
@@ -89,9 +75,8 @@ def heading(header: Header) -> list[str]:
     place = [f"host {machine.host}", *([machine.gpu] if header.device == "cuda" else [])]
     place += [machine.cpu, f"{counted(machine.threads, 'thread')} on {counted(machine.cores, 'core')}"]
     place.append(f"{machine.memory_bytes / 2**30:.0f} GB")
-    what = "norms" if settings.widths else "models"
     return [
-        f"# {header.name}: timings of {what} on {header.device} · torch {header.torch} · {utc(header.time)}",
+        f"# {header.name}: timings of models on {header.device} · torch {header.torch} · {utc(header.time)}",
         f"# {', '.join(place)}",
         f"# {'; '.join(_asked(settings))}",
     ]
@@ -102,8 +87,6 @@ def _asked(settings: TimingSettings) -> list[str]:
     launches = f"{settings.launches} launch{'es' * (settings.launches != 1)} of each row"
     timed = f"{counted(settings.warmup, 'warm-up step')}, {counted(settings.steps, 'timed step')}"
     asked = [] if settings.dtypes else [f"{launches}: {timed}, each timed until the device has finished"]
-    if settings.widths:
-        return [*asked, "norms of a width take turns, with a copy of the same rows"]
     if any(name in GPT_SHAPES for name in settings.models()):
         head, biases = "tied" if settings.tied else "untied", "with" if settings.bias else "no"
         asked.append(f"vocabulary {settings.vocabulary:,}, {settings.norm} norm, {biases} biases, {head} head")
@@ -114,13 +97,10 @@ def _asked(settings: TimingSettings) -> list[str]:
 
 def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return names, units and one line for each row."""
-    if any(row.timed.width is not None for row in rows):
-        lines = (_line(NORM_LABELS, NORM_NUMBERS, row) for row in rows)
-        return [*headings((*NORM_LABELS, *NORM_NUMBERS), "warm-up", "(ms)"), *lines]
     (name, unit, width, value), *others = LABELS
     longest = max((len(row.timed.model) for row in rows), default=0)
     labels = ((name, unit, max(width, longest + 1), value), *others)
-    return [*headings((*labels, *NUMBERS), "warm-up", "(ms)"), *(_line(labels, NUMBERS, row) for row in rows)]
+    return [*headings((*labels, *NUMBERS), "warm-up", "(ms)"), *(_line(labels, row) for row in rows)]
 
 
 def row_text(row: Timed) -> str:
@@ -131,7 +111,6 @@ def row_text(row: Timed) -> str:
     deviation = f" +- {milliseconds(row.summary.std_s)}" if row.summary.std_s is not None else ""
     first = f" (first {milliseconds(row.first_s)})"
     memory = f", {row.peak_bytes / MB:,.0f} MB" if row.peak_bytes is not None else ""
-    memory += f", {number(row.bytes_per_s, 1e-9)} GB/s" if row.bytes_per_s is not None else ""
     reason = f"; {STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
     return f"{name}: {milliseconds(row.summary.mean_s)} ms{deviation}{first}{memory}{reason}"
 
@@ -163,14 +142,14 @@ def milliseconds(seconds: float | None) -> str:
     return number(seconds, 1e3)
 
 
-def _line(labels: Sequence[Column], numbers: Sequence[Column], measured: ModelRow) -> str:
+def _line(labels: Sequence[Column], measured: ModelRow) -> str:
     row, start = measured.timed, cells(labels, measured)
     reason = f"{STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
     if row.summary is None:
         return f"{start}  {reason}"
     warm_up = " ".join(milliseconds(each) for each in row.warm_up_s[:MOST_WARM_UPS]) or "-"
     more = f" … {len(row.warm_up_s)} in all" if len(row.warm_up_s) > MOST_WARM_UPS else ""
-    return f"{start}{cells(numbers, measured)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
+    return f"{start}{cells(NUMBERS, measured)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
 
 
 def _footer(timing: TimingRecords) -> list[str]:
@@ -183,14 +162,9 @@ def _footer(timing: TimingRecords) -> list[str]:
         lines.append(
             f"# the first step takes up to {number(factor)} x the fastest ({row.model} {row.pass_name}){within}"
         )
-    if timing.header.settings.widths:
-        lines = [
-            "# bandwidth: bytes that the pass must move (forward 2, backward 5 times the input) per second; copy: "
-            "bandwidth relative to that of the copy"
-        ]
     of_cpu = "growth of the process" if timing.header.device == "cpu" else "of allocated bytes"
     units = " and ".join(dict.fromkeys(row.unit for row in rows))
-    if rows and not timing.header.settings.widths:
+    if rows:
         share = "; matmul: rate of work relative to that of the product above" if timing.peaks else ""
         lines.append(f"# rate: {units}; work: operations that the model needs{share}; memory: peak {of_cpu}")
     foreign = max((each.foreign or 0.0 for row in timing.rows for each in row.launches), default=0.0)

@@ -106,17 +106,13 @@ def changes(
     model: type[BaseModel],
     choices: Sequence[SectionOption],
     switches: Sequence[Switch],
-    *,
-    usual: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the settings that the options in `given` change, checked individually and in combination.
-
-    The settings in `usual` apply unless an option changes them.
 
     Raises:
         UsageError: if an option is invalid. The message lists all invalid options.
     """
-    found: dict[str, Any] = dict(usual or {})
+    found: dict[str, Any] = {}
     unread: set[str] = set()
     wrong: list[str] = []
     for choice in choices:

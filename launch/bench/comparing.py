@@ -20,12 +20,8 @@ COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("before", metavar="BEFORE", help="a result file, a run (id or folder), or several, as in A1,A2")
-    parser.add_argument(
-        "after",
-        metavar="AFTER",
-        help="the other side, in the same forms; measure in the order A B B A to cancel out drift",
-    )
+    parser.add_argument("before", metavar="BEFORE", help="a result file, or a run by id or folder")
+    parser.add_argument("after", metavar="AFTER", help="the other side, in the same forms")
     parser.add_argument(
         "--fail-on",
         metavar="WHAT",
@@ -49,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
     """Read one side, and warn about its missing parts."""
-    found = results.side(word, runs)
+    found = results.read([word], runs)
     if found.missing:
         print(f"muster: warning: {word}: {found.missing}", file=sys.stderr)
     return found.rows()

@@ -18,7 +18,6 @@ from muster.launch.common.program_words import COMMAND_LINE
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
-    from muster.launch.submit.request import Request
 
 EPILOG: Final = """\
 The timed work is what train: would run on one rank: its model, loss, precision and optimizer (AdamW), on a random
@@ -110,6 +109,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time every row, then print the table; return the run's exit code, or 1 for a bad result."""
     from muster.launch.bench import measuring
+    from muster.launch.bench.model_view import ModelView
+    from muster.launch.common.host import visible_gpus
+    from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
 
     request, output = given(args, Request), given(args, Output)
@@ -121,16 +123,6 @@ def run(args: argparse.Namespace) -> int:
     words, of_job = ["model", *asked.get("model", [])], dict[str, Any]()
     if job is not None:
         words, of_job = [*words, job.name], {"workdir": job.workdir or str(Path.cwd()), "env": dict(job.env)}
-    return measure(request, output, words, asked, **of_job)
-
-
-def measure(request: "Request", output: Output, words: Sequence[str], asked: dict[str, Any], **of_job: Any) -> int:
-    """Run a `timing:` job with the settings `asked`, and deliver its result; errors as for `prepare`."""
-    from muster.launch.bench import measuring
-    from muster.launch.bench.model_view import ModelView
-    from muster.launch.common.host import visible_gpus
-    from muster.launch.submit.prepare import prepare
-
     text = choices.job_text(words, threads_per_rank="auto", timing=asked, **of_job)
     prepared = prepare(replace(request, job=COMMAND_LINE, job_text=text))
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():

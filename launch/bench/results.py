@@ -30,11 +30,6 @@ def of_paths(paths: Sequence[Path], unmeasured: Sequence[str] = ()) -> BenchRepo
     return of_models(read_timings(paths)) if timings else of_collectives(read_result(paths), unmeasured)
 
 
-def side(word: str, runs: str | None) -> BenchReport:
-    """Read one side of a comparison: one result, or several separated by commas. Errors as for `read`."""
-    return read([word] if Path(word).exists() else word.split(","), runs)
-
-
 def locate(word: str, runs: str | None) -> Path:
     """Return the file or folder that a word names.
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # Subcommands. Any other first word names operations or a job file to measure.
 WITHIN: Final = {
     "model": ("muster.launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
-    "norm": ("muster.launch.bench.norm", "time LayerNorm and RMSNorm, plain, compiled and fused, beside a copy"),
     "show": ("muster.launch.bench.showing", "print the results of runs or result files again"),
     "compare": (
         "muster.launch.bench.comparing",

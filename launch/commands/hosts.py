@@ -1,4 +1,4 @@
-"""`muster hosts`: conversion of node lists, hosts files and CloudLab manifests."""
+"""`muster hosts`: conversion of node lists and CloudLab manifests."""
 
 import argparse
 import json
@@ -6,13 +6,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.jobs.hosts.nodelist import expand, fold
 from muster.launch.common.options import add_json, add_login
-
-if TYPE_CHECKING:
-    from muster.jobs.hosts.placement import Host
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     manifest.add_argument("file", metavar="FILE", help="the manifest (XML)")
     add_login(manifest, "--login", "--user", help="user name on the nodes (default: your own)")
     manifest.add_argument("--lan", metavar="NAME", help="the LAN for the ranks (default: the LAN that joins all nodes)")
-    hostfile = add("from-hostfile", "check a hosts file in any format, and print it in Muster's", _from_hostfile)
-    hostfile.add_argument("file", metavar="FILE", help="a hosts file in the format of DeepSpeed, MPI or Muster")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,13 +66,6 @@ def _names(words: Sequence[str]) -> list[str]:
     return expand(",".join(part for word in lists if (part := word.strip(","))))
 
 
-def _from_hostfile(args: argparse.Namespace) -> tuple[Any, str]:
-    from muster.jobs.hosts.hosts import hostfile_text, read_hostfile
-
-    hosts = read_hostfile(Path(args.file))
-    return [_record(host) for host in hosts], hostfile_text(hosts)
-
-
 def _from_manifest(args: argparse.Namespace) -> tuple[Any, str]:
     from muster.cloudlab.manifest import survey_manifest
     from muster.jobs.hosts.hosts import hostfile_text
@@ -88,13 +76,14 @@ def _from_manifest(args: argparse.Namespace) -> tuple[Any, str]:
     network = f", network {found.network}" if found.network else ""
     head = f"# {args.file}: LAN {found.lan or '(none)'}{network}\n"
     records = [
-        {**_record(node.host), "mac": node.mac or None, "control_address": node.control_address or None}
+        {
+            **asdict(node.host),
+            "address": node.host.address or None,
+            "mac": node.mac or None,
+            "control_address": node.control_address or None,
+        }
         for node in found.nodes
     ]
     return {"lan": found.lan or None, "network": found.network or None, "hosts": records}, head + hostfile_text(
         found.hosts
     )
-
-
-def _record(host: "Host") -> dict[str, Any]:
-    return {**asdict(host), "address": host.address or None}

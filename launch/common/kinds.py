@@ -22,7 +22,7 @@ def _check_train(settings: TrainSettings, world_size: int) -> None:
 def _check_timing(settings: TimingSettings, world_size: int) -> None:
     settings.check_world(world_size)
     for case in settings.cases():
-        if not case.is_own and case.width is None:
+        if not case.is_own:
             settings.shape(case)
 
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from muster.jobs.runfolder.rundir import RunDir
 
 TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
-EXECUTORS: Final = ("slurm", "local", "debug")
 
 
 class IsDataclass(Protocol):
@@ -114,11 +113,6 @@ def add_overrides(parser: argparse._ActionsContainer) -> None:
 def add_transport(parser: argparse.ArgumentParser) -> None:
     """Add the options for the transport, the hosts and the network."""
     parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh if hosts are named, else local)")
-    parser.add_argument(
-        "--executor",
-        choices=EXECUTORS,
-        help="executor of --on submitit (default: slurm if sbatch is found, else local)",
-    )
     add_hosts(parser)
     add_network(parser)
 

@@ -35,7 +35,7 @@ from muster.jobs.hosts.ranks import MEMORY
 from muster.jobs.machine import ports
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.node.copy_pace import CopyPace, OtherTraffic
+from muster.launch.node.copy_pace import CopyPace
 from muster.launch.node.copy_reads import Shards, prepare
 from muster.launch.node.copy_requests import Answering, proved, put, record_of, writers_in
 from muster.launch.wire import messages as wire
@@ -46,7 +46,6 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 LOCK: Final = "lock"
 LOCKED_S: Final = 60.0
 LOOK_S: Final = 0.05
-QUIET_LOOK_S: Final = 0.008  # shorter than the computation of a layer
 MOST_CONNECTIONS: Final = 32
 NICE: Final = 19  # of threads
 
@@ -64,7 +63,7 @@ class Copies:
         self.secret = ""
         self.peer: wire.CopyTo | None = None
         self.complete = ""  # the newest checkpoint of which all nodes have their parts
-        self.pace, self.traffic = CopyPace(), OtherTraffic()
+        self.pace = CopyPace()
         self._fetching: wire.Fetch | None = None
         self._only_here: Shards = []  # shards of the fetched checkpoint whose other copy was on a lost node
         self._alone: Shards = []  # those of them that are to be copied now
@@ -231,7 +230,7 @@ class Copies:
             new = (each for each in writers_in(folder) if (folder.name, each) not in self._seen)
             for record in filter(None, (record_of(folder, each) for each in new)):
                 self._expect(folder, record.writer)
-                self.pace.shard(folder.name, time.monotonic())
+                self.pace.shard(folder.name, record.bytes, time.monotonic())
                 self._report(folder, record)
                 yield folder, record
 
@@ -240,24 +239,19 @@ class Copies:
             return
         try:
             with dialled(peer.address, peer.port, self.secret) as connection:
-                put(connection, folder, record, self._pace)
+                put(connection, folder, record, self._pause)
         except (MusterError, OSError) as error:
             with contextlib.suppress(OSError):
                 folder.failed.write_text(f"no copy on {peer.node}: {error}", encoding="utf-8")
 
-    def _pace(self, count: int) -> None:
-        """Wait until the ranks do not use the network, or there is no time left, before sending `count` bytes.
+    def _pause(self, count: int) -> None:
+        """Pause before sending `count` bytes.
 
         Raises:
             UnreachableError: if the agent ends.
         """
-        since = now = time.monotonic()
-        while self.pace.may_wait(since, now) and not self.traffic.is_quiet(now):
-            self._ended.wait(QUIET_LOOK_S)
-            now = time.monotonic()
-        if self._ended.is_set():
+        if self._ended.wait(self.pace.pause_s(count)):
             raise UnreachableError("this agent ends")
-        self.traffic.sending(count)
 
     # From other nodes -----------------------------------------------------------------------------------------------
 

@@ -37,7 +37,6 @@ from muster.launch.wire.door import read_line
 SHARD: Final = re.compile(r"shard-([0-9]{5,6})\.(safetensors|ok)")
 OF_ALL: Final = re.compile(r"MANIFEST\.json|nodes-[0-9]{3,9}\.json")
 
-Pace = Callable[[int], None]  # called before a number of bytes is sent
 Arrived = tuple[CheckpointDir, ShardRecord]
 
 
@@ -87,8 +86,8 @@ def writers_in(folder: CheckpointDir) -> list[int]:
     return sorted(int(each[1]) for each in found if each is not None and each[2] == "ok")
 
 
-def put(wire: FileConnection, folder: CheckpointDir, record: ShardRecord, pace: Pace) -> None:
-    """Send a shard.
+def put(wire: FileConnection, folder: CheckpointDir, record: ShardRecord, pause: Callable[[int], None]) -> None:
+    """Send a shard. `pause` is called before each chunk with its number of bytes.
 
     Raises:
         OSError: if the connection is lost.
@@ -101,7 +100,7 @@ def put(wire: FileConnection, folder: CheckpointDir, record: ShardRecord, pace: 
             wire.say({"do": "put", "name": folder.name, "file": path.name, "bytes": size})
             while at < size:
                 count = min(CHUNK_BYTES, size - at)
-                pace(count)
+                pause(count)
                 sent = wire.socket.sendfile(file, at, count)
                 if not sent:
                     raise OSError("the shard has become shorter")

@@ -39,16 +39,15 @@ class Route:
     port: int = 0  # the port at which agents connect to the supervisor; 0: any free port
     secret: str = ""  # the run's secret, if agents have their keys already
     iface: str | None = None
-    executor: str = ""  # submitit's executor: slurm, local or debug
 
     @property
     def is_here(self) -> bool:
         """True when all nodes are pretend nodes on this machine."""
-        return self.transport == "local" or (self.transport == "submitit" and self.executor != "slurm")
+        return self.transport == "local"
 
     @property
     def is_queued(self) -> bool:
-        """True when the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
+        """True when the run goes into Slurm's queue, through submitit or from outside an allocation."""
         return self.transport == "submitit" or (self.transport == "slurm" and not inside_allocation(os.environ))
 
 

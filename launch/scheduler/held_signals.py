@@ -22,13 +22,13 @@ def asking() -> list[signal.Signals]:
     return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
-def request_stop(run: RunDir, grace_s: float | None, *, now: bool = False, **said: str) -> None:
-    """Ask a run's supervisor to stop it. `said`: `who`, the requester, or `text`, the verdict's message.
+def request_stop(run: RunDir, grace_s: float | None, *, now: bool, who: str = "") -> None:
+    """Ask a run's supervisor to stop it. `who`: the requester (default: `muster stop`).
 
     Errors as for `write_json`.
     """
     by = f"{socket.gethostname()}:{os.getpid()}"
-    write_json(run.stop, {"time": time.time(), "grace_s": grace_s, "now": now, "by": by, **said})
+    write_json(run.stop, {"time": time.time(), "grace_s": grace_s, "now": now, "by": by, "who": who})
 
 
 def ended_by_signal(run: RunDir) -> bool:

@@ -16,7 +16,7 @@ from muster.launch.supervision.console import Console
 class RunOutput:
     """The display of a run on a console: its events from byte `offset` on, and the lines of rank 0 (--tee: all ranks).
 
-    `on_row` is called with each event. `silent`: do not show events.
+    `on_row` is called with each event.
     """
 
     def __init__(
@@ -24,13 +24,10 @@ class RunOutput:
         run: RunDir,
         console: Console,
         *,
-        offset: int | None = None,
-        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
-        silent: bool = False,
+        offset: int,
+        on_row: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.run, self.console, self.on_row, self.silent = run, console, on_row, silent
-        if offset is None:
-            offset = run.events.stat().st_size if run.events.exists() else 0
+        self.run, self.console, self.on_row = run, console, on_row
         self._events = LineFollower(run.events, offset=offset)
         self._folder: AttemptDir | None = None
         self._files: dict[tuple[int, str], LineFollower] = {}
@@ -44,7 +41,7 @@ class RunOutput:
                 self.pass_on(last=True)
             if row.get("event") == "attempt":
                 self._folder, self._files = self.run.attempt(number(row.get("attempt")) or 0), {}
-            for text in () if self.silent else lines_of(row):
+            for text in lines_of(row):
                 self.console.say(text)
         self.pass_on()
 

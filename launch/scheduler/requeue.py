@@ -148,11 +148,9 @@ def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None
     """
     context, transport = submission.context, submission.route.transport
     run = context.run
-    local = environ.get("SUBMITIT_LOCAL_JOB_ID")
-    if transport not in ("slurm", "submitit") or not (run.sbatch.exists() or run.slurm.exists() or local):
+    if transport not in ("slurm", "submitit") or not (run.sbatch.exists() or run.slurm.exists()):
         return None
-    restarts: int | None = None
-    job = local or ""
+    job, restarts = "", None
     if inside_allocation(environ):
         allocation = read_allocation(environ)
         job, restarts = allocation.requeue_id, allocation.restarts

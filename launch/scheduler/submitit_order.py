@@ -1,8 +1,7 @@
 """The instructions for submitit. Pure. `slurm/submitit_submit.py` reads them, `slurm/submitit_job.py` executes them."""
 
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -15,21 +14,14 @@ from muster.launch.scheduler.slurm_run import cores_of, settings_of
 from muster.launch.transports.base import agent_argv
 from muster.slurm.submitit_job import DRAIN_S, END_S, SubmititTask
 
-YEAR_MINUTES: Final = 525_600
 OFTEN: Final = 1_000_000
 AS_GIVEN: Final = ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "comment")
-DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 # A dead task must not end the others, because the supervisor decides. --export=ALL passes on all variables.
 SRUN: Final = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--input=none", "--export=ALL")
 
 
 def order(
-    submissions: Sequence[Submission],
-    *,
-    name: str,
-    environ: Mapping[str, str],
-    limit: int | None = None,
-    folder: Path | None = None,
+    submissions: Sequence[Submission], *, name: str, limit: int | None = None, folder: Path | None = None
 ) -> dict[str, Any]:
     """Return the instructions for submitting runs with the same resources: one array if there are several.
 
@@ -39,42 +31,28 @@ def order(
     Raises:
         RefusedError: if the settings of job and site contradict each other.
     """
-    context, executor = submissions[0].context, submissions[0].route.executor
+    context = submissions[0].context
     entry = module_argv(context.python, "muster.slurm.submitit_job", context.code)
-    settings = settings_of(context)
-    if executor == "slurm":
+    parameters = slurm_parameters(
+        settings_of(context), nodes=nodes_with_spares(context.job), cores=cores_of(context.job), entry=entry
+    )
+    return {
+        "folder": str(folder or context.run.submitit),
         # submitit ends a job after four time-outs. If a job has checkpoints, Muster instead ends it after several
         # allocations without a new one.
-        constructor: dict[str, Any] = {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {}
-        parameters = slurm_parameters(
-            settings, nodes=nodes_with_spares(context.job), cores=cores_of(context.job), entry=entry
-        )
-        parameters |= {"slurm_array_parallelism": limit} if limit else {}
-    else:
-        # submitit's local executor supports one node; its tasks become our pretend nodes.
-        constructor = {"local_python": shlex.join(entry)}
-        minutes = YEAR_MINUTES if settings.time is None else math.ceil(seconds_of(settings.time) / 60)
-        parameters = {"timeout_min": minutes, "tasks_per_node": nodes_with_spares(context.job)}
-    return {
-        "executor": executor,
-        "folder": str(folder or context.run.submitit),
-        "constructor": constructor,
-        "parameters": {"name": name, **parameters},
-        "tasks": [_words(task_of(each, environ)) for each in submissions],
+        "constructor": {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {},
+        "parameters": {"name": name, **parameters, **({"slurm_array_parallelism": limit} if limit else {})},
+        "tasks": [_words(task_of(each)) for each in submissions],
         "dry_run": False,
     }
 
 
-def task_of(submission: Submission, environ: Mapping[str, str]) -> SubmititTask:
+def task_of(submission: Submission) -> SubmititTask:
     """Return the task of a run: the commands of supervisor and agent, and the run folder."""
     context, run = submission.context, str(submission.context.run.path)
-    before: list[str] = []
-    if submission.route.executor == "local":  # the local executor hides all GPUs that were not requested
-        before = ["env", f"{DEVICES}={environ[DEVICES]}"] if DEVICES in environ else ["env", "-u", DEVICES]
     supervise = [*module_argv(context.python, "muster.launch.supervise", context.code), run]
-    agent = agent_argv(context.python, context.code)
-    early_s = settings_of(context).signal_s - END_S if submission.route.executor == "slurm" else 0.0
-    return SubmititTask([*before, *supervise], [*before, *agent], run, max(DRAIN_S, early_s))
+    early_s = settings_of(context).signal_s - END_S
+    return SubmititTask(supervise, agent_argv(context.python, context.code), run, max(DRAIN_S, early_s))
 
 
 def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, entry: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Nothing is started or written, so `muster plan` and `muster run` share this code
 
 import ipaddress
 import os
-import shutil
 import socket
 import sys
 from dataclasses import dataclass, replace
@@ -153,7 +152,6 @@ def route_of(request: Request, site: Site) -> Route:
         UsageError: if the transport needs hosts and none are named.
     """
     transport = request.on or ("ssh" if request.names_hosts or site.hosts else "local")
-    executor = executor_of(request, transport)
     if transport == "local":
         if request.names_hosts:
             raise UsageError("--on local: uses no hosts, but hosts are given; use --on ssh, or leave them out")
@@ -174,28 +172,14 @@ def route_of(request: Request, site: Site) -> Route:
         fanout=request.fanout,
         port=request.port,
         iface=request.iface or site.iface,
-        executor=executor,
     )
-
-
-def executor_of(request: Request, transport: str) -> str:
-    """Return the chosen executor of submitit; "" for any other transport.
-
-    Raises:
-        UsageError: if an executor is named for another transport.
-    """
-    if transport == "submitit":
-        return request.executor or ("local" if shutil.which("sbatch") is None else "slurm")
-    if request.executor:
-        raise UsageError(f"--executor {request.executor}: applies only to --on submitit; add that, or remove it")
-    return ""
 
 
 def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
     """Return the hosts that a job may use. Outside an allocation, only the number of Slurm's nodes is known."""
     if route.transport == "hand" and not route.hosts.hosts:
         return [Host(f"node{number}", "") for number in range(nodes_with_spares(job))]
-    if route.transport not in ("slurm", "submitit"):
+    if route.transport not in QUEUED:
         return list(route.hosts.hosts)
     if route.transport == "slurm" and inside_allocation(os.environ):
         return allocated(job)

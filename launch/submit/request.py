@@ -30,7 +30,6 @@ class Request:
     site: str | None = None
     runs: str | None = None
     on: str | None = "local"  # None: the hosts decide
-    executor: str | None = None
     hosts: str | None = None
     nodelist: str | None = None
     manifest: str | None = None

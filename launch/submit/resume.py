@@ -213,7 +213,7 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job again")
     other_site = request.site is not None
     new = replace(request, job=str(run.job), site=request.site or str(run.site))
-    if not new.names_hosts and not new.executor:
+    if not new.names_hosts:
         new = replace(new, on=new.on or before.route.transport)
     prepared = prepare(new, route=_route(before.route, new), resumed=run, allow_unread=True)
     was, now = before.context, prepared.context
@@ -241,7 +241,7 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
 def _route(before: Route, request: Request) -> Route:
     """Return the previous transport and hosts, unless the command line names others."""
     elsewhere = request.on != before.transport and (request.on not in OF_HOSTS or not before.hosts.hosts)
-    if request.names_hosts or request.executor or elsewhere:
+    if request.names_hosts or elsewhere:
         return route_of(request, site_of(request))
     hosts: HostSet = before.hosts
     if request.on in OF_HOSTS and (request.include or request.exclude):

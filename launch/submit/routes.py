@@ -85,14 +85,9 @@ def _hand(submission: Submission) -> Transport:
 
 
 def _submitit(submission: Submission) -> Transport:
-    context, route = submission.context, submission.route
+    context = submission.context
     nodes = [node.host for node in context.run_nodes]
-    if route.executor == "debug":  # submitit runs everything in this process, so the transport is local
-        local = Local(len(nodes), python=context.python)
-        local.name = "submitit"
-        return local
-    one_host = context.placement.one_host
-    return Submitit(nodes, run=context.run, python=context.python, code=context.code, one_host=one_host)
+    return Submitit(nodes, run=context.run, python=context.python, code=context.code)
 
 
 def _hosts(submission: Submission) -> list[Host]:

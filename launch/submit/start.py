@@ -135,10 +135,6 @@ def stay(submission: Submission, console: Console) -> int:
     """Supervise a run from this process, or follow it through its queue; return the exit code of its verdict."""
     if not submission.route.is_queued:
         return supervise(submission, console).code
-    if submission.route.is_here:
-        from muster.launch.scheduler.submitit_run import run_here
-
-        return run_here(submission, console)
     from muster.launch.scheduler.held_signals import holding_signals
     from muster.launch.scheduler.slurm_follow import follow
 
@@ -148,12 +144,7 @@ def stay(submission: Submission, console: Console) -> int:
 
 
 def put_into_queue(submission: Submission) -> None:
-    """Submit a run to Slurm or to submitit."""
-    if submission.route.is_here:
-        from muster.launch.scheduler import submitit_run
-
-        submitit_run.leave(submission)
-        return
+    """Submit a run to Slurm, by sbatch or through submitit."""
     from muster.launch.scheduler.queueing import submit
 
     if notes := submit([submission]).notes:

@@ -15,7 +15,7 @@ from muster.launch.submit.request import Request
 from muster.launch.submit.start import check_torch, copied, write_run
 from muster.launch.sweeps.grids import Axis
 from muster.launch.sweeps.sweep import SweepPoint, SweepRecord, complaint, points_of, sweep_path
-from muster.launch.sweeps.sweep_run import PointRun, is_array, run_here, run_in_queue
+from muster.launch.sweeps.sweep_run import PointRun, run_here, run_in_queue
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def prepare_points(request: Request, grids: list[Axis], limit: int | None, repea
         raise complaint(bad, grids, len(nameless))
     first = tried[0]
     assert not isinstance(first, MusterError)
-    if limit not in (None, 1) and not is_array(first.route):
+    if limit not in (None, 1) and not first.route.is_queued:
         raise UsageError(
             f"--limit {limit}: is for Slurm arrays only, but these points run one after another; remove it"
         )
@@ -121,7 +121,7 @@ def write_points(elements: Sequence[Element], folder: Path) -> list[PointRun]:
     prepared = [each.prepared for each in elements]
     for each in prepared:
         check_torch(each.submission)
-    if not is_array(prepared[0].route):
+    if not prepared[0].route.is_queued:
         written = [write_run(each) for each in prepared]
     elif len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
         written = [write_run(each, snapshot=True) for each in prepared]
@@ -133,7 +133,7 @@ def write_points(elements: Sequence[Element], folder: Path) -> list[PointRun]:
 
 def execute(points: list[PointRun], folder: Path, *, limit: int | None, keep_going: bool) -> bool:
     """Run the points; return False if the user stopped the sweep."""
-    if is_array(points[0].submission.route):
+    if points[0].submission.route.is_queued:
         return run_in_queue(points, folder, limit=limit)
     return run_here(points, folder, keep_going=keep_going)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from muster.jobs.basics.errors import MusterError, StoppedError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.spares import nodes_with_spares
-from muster.launch.plan.submission import Route, Submission
+from muster.launch.plan.submission import Submission
 from muster.launch.records.runrows import read_rows
 from muster.launch.scheduler.held_signals import BY_SIGNAL, ended_by_signal, holding_signals, listening
 from muster.launch.scheduler.queueing import submit
@@ -37,11 +37,6 @@ class PointRun:
     def run(self) -> RunDir:
         """The folder of the point's run."""
         return self.submission.context.run
-
-
-def is_array(route: Route) -> bool:
-    """Return whether the points go into Slurm's queue as arrays."""
-    return route.is_queued and not route.is_here
 
 
 # One after another -------------------------------------------------------------------------------------------------

@@ -20,11 +20,9 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class Submitit(Dialled):
-    """Agents of submitit's tasks. `one_host`: all tasks are on this machine."""
+    """Agents of submitit's tasks."""
 
-    def __init__(
-        self, nodes: Sequence[str], *, run: RunDir, python: str, code: str | None, one_host: bool = False
-    ) -> None:
+    def __init__(self, nodes: Sequence[str], *, run: RunDir, python: str, code: str | None) -> None:
         self.agent = agent_argv(python, code)
         self._arguments: list[str] = []
         super().__init__(
@@ -32,8 +30,8 @@ class Submitit(Dialled):
             len(nodes),
             run=run,
             starter=Starter(argv=self._own),
-            towards=nodes[-1] if len(nodes) > 1 and not one_host else "",
-            listen=LOOPBACK if one_host else "",
+            towards=nodes[-1] if len(nodes) > 1 else "",
+            listen=LOOPBACK if len(nodes) == 1 else "",
             patience_s=WAIT_S,
         )
 

@@ -113,8 +113,7 @@ def targets(folder: Path) -> list[Target]:
     rows: tuple[tuple[str, Reader], ...] = (
         ("job-file", through(job, "plan", job)),
         ("site-file", through(file, "plan", job, "--site", file)),
-        ("hosts-file", through(file, "hosts", "from-hostfile", file)),
-        ("hosts-file: plan", through(file, "plan", job, "-H", file)),
+        ("hosts-file", through(file, "plan", job, "-H", file)),
         ("manifest", through(file, "hosts", "from-manifest", file, "--login", "ada")),
         ("node-list", of_text("hosts", "expand", "--", "")),
         ("override", of_text("plan", str(job), "--set=")),

@@ -72,7 +72,7 @@ TRANSPORTS = {
     "pdsh": over("pdsh"),
     "by hand": by_hand,
     "slurm": over("slurm"),
-    "submitit": over("submitit", "--executor", "slurm"),
+    "submitit": over("submitit"),
 }
 REMOTE = [name for name in TRANSPORTS if name != "local"]
 

@@ -142,8 +142,7 @@ def in_slurm(
     folder: Path, python: Path, box: LiveBox, transport: str, *words: str, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a job from a folder that holds a site file, in the box's Slurm."""
-    executor = ["--executor", "slurm"] * (transport == "submitit")
-    options = ["--site", "site.yaml", "--on", transport, *executor, "--hosts", box.spelt, "--runs", "runs"]
+    options = ["--site", "site.yaml", "--on", transport, "--hosts", box.spelt, "--runs", "runs"]
     argv = [*module_argv(str(python), "muster.launch.cli"), "run", *options, *words]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
     env |= {"PYTHONPATH": str(folder), **more}

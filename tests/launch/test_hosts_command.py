@@ -1,4 +1,4 @@
-"""`muster hosts`: lists there and back, files and manifests as hosts files, and what a user sees of mistakes."""
+"""`muster hosts`: lists there and back, manifests as hosts files, and what a user sees of mistakes."""
 
 import io
 import json
@@ -44,23 +44,6 @@ def test_a_dash_reads_standard_input(hosts: Hosts) -> None:
     assert json.loads(hosts("fold", "-", "--json", stdin="a b")[1]) == "a,b"
 
 
-def test_from_hostfile_prints_ours_which_reads_back_the_same(hosts: Hosts, tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# mixed\nalice@worker-[0-1] slots=4 max_slots=8\nn2:2\n10.0.0.3\n", encoding="utf-8")
-    code, out, err = hosts("from-hostfile", str(file))
-    assert (code, err) == (0, "")
-    assert out == "worker-0 user=alice slots=4\nworker-1 user=alice slots=4\nn2 slots=2\n10.0.0.3\n"
-    again = tmp_path / "again"
-    again.write_text(out, encoding="utf-8")
-    assert read_hostfile(again) == read_hostfile(file)
-    assert json.loads(hosts("from-hostfile", str(file), "--json")[1])[0] == {
-        "name": "worker-0",
-        "address": None,
-        "slots": 4,
-        "login": {"target": "worker-0", "user": "alice", "port": None},
-    }
-
-
 @pytest.mark.parametrize("name", ["raw_pcs", "vms", "nfs", "two_lans"])
 def test_from_manifest_prints_a_hosts_file_with_the_same_hosts(hosts: Hosts, tmp_path: Path, name: str) -> None:
     from muster.cloudlab.manifest import survey_manifest
@@ -100,7 +83,6 @@ def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None
         (["expand", "n[3-1]"], 2, "node list 'n[3-1]': [3-1] is reversed; write [1-3]"),
         (["expand", "a,,b"], 2, "node list 'a,,b': no name before character 3; remove the comma"),
         (["fold", "-"], 2, "node list: is empty; expected names such as n01,n02 or n[01-16]"),
-        (["from-hostfile", "none"], 65, "none: no such file; expected a hosts file"),
         (["from-manifest", "none"], 65, "none: no such file; expected a manifest; copy the Manifest tab of the"),
         (["from-manifest", str(MANIFESTS / "two_lans.xml"), "--lan", "fast"], 2, "did you mean 'fast-lan'?"),
         (["from-manifest", str(MANIFESTS / "vms.xml"), "--user=-x"], 2, "'-x' is not a user name"),

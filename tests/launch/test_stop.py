@@ -49,7 +49,7 @@ def test_a_running_run_is_asked_and_its_end_is_waited_for(make_run, muster, supe
 
     supervise(folder, answer)
     assert muster("stop", "--grace", "2.5") == (0, f"{ID} ended after 4.0 s: stopped (130)\n", "")
-    assert sorted(requests[0]) == ["by", "grace_s", "now", "time"]
+    assert sorted(requests[0]) == ["by", "grace_s", "now", "time", "who"]
     assert (requests[0]["grace_s"], requests[0]["now"]) == (2.5, False)
 
 

@@ -34,9 +34,9 @@ def python(code: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a task of submitit's job 77: the one whose rank the test is given, or task 0."""
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", str(getattr(request, "param", 0)))
-    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "77")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_PROCID", str(getattr(request, "param", 0)))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
 
 
 def test_a_task_pickles_to_little_more_than_its_words() -> None:
@@ -95,7 +95,6 @@ def test_what_an_earlier_start_has_left_is_waited_out(run: RunDir, monkeypatch: 
 def test_a_start_is_named_by_its_job_and_how_often_it_was_queued() -> None:
     assert start_key({"SLURM_JOB_ID": "5"}) == "5.0"
     assert start_key({"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}) == "5.2"
-    assert start_key({"SUBMITIT_LOCAL_JOB_ID": "77"}) == "77.0"
 
 
 DRAINED = """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct")
+PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct")
 
 
 class FakeSlurm:
@@ -115,7 +115,7 @@ def sbatch(world: dict[str, Any], argv: list[str]) -> int:
         print(said, file=sys.stderr)
         return 1
     print(world.get("note", ""), file=sys.stderr)
-    print(job_id + world.get("suffix", ""))
+    print(job_id + world.get("suffix", "") if "--parsable" in argv else f"Submitted batch job {job_id}")
     return 0
 
 

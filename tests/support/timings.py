@@ -57,22 +57,6 @@ def timed(model: str = "gpt-nano", pass_name: str = "forward", **changes: Any) -
     return Timed.model_validate(found)
 
 
-def norm(model: str = "rms_fused", pass_name: str = "forward", width: int = 4096, **changes: Any) -> Timed:
-    """A row of a norm on 50,000 rows: samples of 0.2 ms, at 4,096 GB/s if it is a forward in bfloat16."""
-    values = {
-        "precision": "bf16",
-        "batch": 50_000,
-        "context": None,
-        "parameters": width,
-        "width": width,
-        "build_s": 0.1,
-    }
-    times = {"warm_up_s": [2e-4], "steps_s": [2e-4] * 3, "rate": 2.5e8, "peak_bytes": None}
-    work = {"flops": 0, "flops_per_s": None, "matmul_share": None, "copy_share": 0.96, "bytes_per_s": 4.096e12}
-    summary = TimingSummary(n=3, mean_s=2e-4, std_s=0.0, min_s=2e-4)
-    return timed(model, pass_name, **{**values, **times, **work, "summary": summary, **changes})
-
-
 def without_times(state: str, reason: str, **changes: Any) -> Timed:
     missing = {"warm_up_s": [], "steps_s": [], "summary": None, "rate": None, "flops_per_s": None}
     return timed(state=state, reason=reason, **{**missing, "matmul_share": None, "peak_bytes": None, **changes})

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) in three ways: plain PyTorch, a derived backward, and fused Triton kernels.
+"""RMSNorm (Zhang and Sennrich 2019) in plain PyTorch, and as fused Triton kernels.
 
     r = (mean x^2 + eps)^(-1/2)        one number per row; rows are all but the last dimension
     y = x r g                          g: one weight per column
@@ -9,15 +9,15 @@ for rows of n elements,
     dg_i = sum over rows of dy_i x_i r
     dx_j = r dy_j g_j - x_j r^3 mean(dy g x)
 
-The code computes the last line as r (dy g - x r mean(dy g x r)), because r^3 leaves the range of float32 for large x.
-All three compute in float32 at least, and round once at the end. `RMSNorm` of torch is the reference of the tests.
+The kernels compute the last line as r (dy g - x r mean(dy g x r)), because r^3 leaves the range of float32 for large x.
+Both compute in float32 at least, and round once at the end. `RMSNorm` of torch is the reference of the tests.
 """
 
 import os
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,37 +34,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
     return (wide * r * weight).to(x.dtype)
-
-
-class PlainRmsNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over the last dimension, written in plain PyTorch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (..., n)."""
-        assert self.weight is not None
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
-
-
-class DerivedRmsNorm(torch.autograd.Function):
-    """RMSNorm with the backward derived above; it keeps x and g, and computes r again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight, eps)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, weight), (of_y,) = ctx.saved_tensors, gradients
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        wide, dy = x.to(dtype), of_y.to(dtype)
-        r = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        normal, scaled = wide * r, dy * weight
-        of_x = r * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-        return of_x.to(x.dtype), (dy * normal).flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 class FusedRmsNorm(nn.RMSNorm):

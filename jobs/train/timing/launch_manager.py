@@ -3,8 +3,6 @@
     survey ── header, peaks ── launch 1: row · row · ... ── launch 2: row · row · ... ── end
                                          └ fork · build the model · warm up · steps · peak memory
 
-The norms of one width and precision are a group of rows that share a process and take turns in it (`norms.py`).
-
 It runs no torch operation itself, so every fork starts fresh, without warm caches or memory from other rows. The
 launches of a row are spread over the run, so a drift of the machine affects all rows equally. A launch that exceeds its
 time is killed, and its completed steps are kept. A row whose launch failed gets no other launch.
@@ -15,7 +13,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -30,9 +28,8 @@ from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
 from muster.jobs.timing.records import Dtypes, Header, Launch, LayerTypes, Machine, Peak, State, Timed, TimingSummary
-from muster.jobs.timing.settings import COPY, Case, TimingSettings
-from muster.jobs.train.timing import memory, norms, work
-from muster.jobs.train.timing.norms import NormTask
+from muster.jobs.timing.settings import Case, TimingSettings
+from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.work import TimingTask
 from muster.jobs.world.forked import Ended, Forked, Tell
 
@@ -62,12 +59,9 @@ class ModelTimer:
         self._survey()
         for case in self.settings.cases() if self.settings.dtypes else ():
             self._find_types(case)
-        for group in () if self.settings.dtypes else self.settings.groups() * self.settings.launches:
-            left = [case for case in group if case not in self.rows or self.rows[case].state == "ok"]
-            if left and self.settings.widths:
-                self._launch_norms(left)
-            elif left:
-                self._launch(*left)
+        for case in () if self.settings.dtypes else self.settings.cases() * self.settings.launches:
+            if case not in self.rows or self.rows[case].state == "ok":
+                self._launch(case)
         self._write(End(seconds=round(time.monotonic() - began, 3), time=time.time()))
 
     def _write(self, record: Strict) -> None:
@@ -119,21 +113,9 @@ class ModelTimer:
         foreign, _ = load.shares(before, load.read())
         self._keep(case, heard, ended, foreign)
 
-    def _launch_norms(self, cases: Sequence[Case]) -> None:
-        """Run one launch of norms that take turns, and write their rows."""
-        task = NormTask(self.settings, cases, self.device, memory.allowed_bytes(self.settings.memory_share))
-        before = load.read()
-        heard, ended = listen(lambda tell, page: norms.measure(task, tell, page), self.settings.timeout_s * len(cases))
-        foreign, _ = load.shares(before, load.read())
-        for index, case in enumerate(cases):
-            own = [message for message in heard if message.get("case") == index]
-            is_whole = sum("step" in message for message in own) == self.settings.warmup + self.settings.steps
-            self._keep(case, own, Ended("done", ended.time) if is_whole else ended, foreign)
-
     def _keep(self, case: Case, heard: Heard, ended: Ended, foreign: float | None = None) -> None:
         """Combine the newest launch of a row with its earlier ones, and write the row."""
         rate, earlier = self.rates.get(case.precision), self.rows.get(case)
-        copied = self.rows.get(replace(case, model=COPY, pass_name="forward"))
         self.rows[case] = judged(
             self.settings,
             case,
@@ -141,7 +123,6 @@ class ModelTimer:
             ended,
             size=own_size(self.own) if case.is_own else size_of(self.settings, case),
             matmul_rate=rate,
-            copy_rate=copied.bytes_per_s if copied is not None else None,
             earlier=earlier,
             foreign=foreign,
         )
@@ -173,25 +154,16 @@ def merged(heard: Heard) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model or norm.
-
-    The parameters, the operations of one sample's forward and backward, the tokens of a sample, and the bytes that a
-    pass of a norm must move per row.
-    """
+    """The size of a model: its parameters, the operations of one sample's forward and backward, and its tokens."""
 
     parameters: int
     forward: int
     backward: int
     context: int | None  # None if samples are not sequences of tokens
-    row_bytes: int = 0  # 0 for a model
 
 
 def size_of(settings: TimingSettings, case: Case) -> ModelSize:
-    """Return the size of a norm, or of a model that ships with Muster."""
-    if case.width is not None:
-        matrices = 2 if case.pass_name == "forward" else 5  # x, y; x, the gradient of y, that of x
-        parameters = {COPY: 0, "layer": 2}.get(case.model, 1) * case.width
-        return ModelSize(parameters, 0, 0, None, matrices * case.width * memory.ITEMSIZE[case.precision])
+    """Return the size of a model that ships with Muster."""
     shape = settings.shape(case)
     parts = anatomy(shape).parts
     forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
@@ -212,7 +184,6 @@ def judged(
     *,
     size: ModelSize,
     matmul_rate: float | None = None,
-    copy_rate: float | None = None,
     earlier: Timed | None = None,
     foreign: float | None = None,
 ) -> Timed:
@@ -229,9 +200,7 @@ def judged(
     state, reason = verdict_of(settings, told, len(seconds), ended)
     flops = settings.batch * (size.forward + (size.backward if case.pass_name != "forward" else 0))
     summary = summarized(steps)
-    units, moved = settings.batch * (size.context or 1), settings.batch * size.row_bytes
-    bytes_per_s = moved / statistics.median(steps) if steps and moved else None
-    copy_rate = bytes_per_s if case.model == COPY else copy_rate
+    units = settings.batch * (size.context or 1)
     flops_per_s = flops / summary.mean_s if summary is not None and flops else None
     return Timed(
         model=case.model,
@@ -243,7 +212,6 @@ def judged(
         batch=settings.batch,
         context=size.context,
         is_own=case.is_own,
-        width=case.width,
         build_s=told.get("build_s"),
         warm_up_s=warm_up,
         steps_s=steps,
@@ -253,9 +221,6 @@ def judged(
         flops=flops,
         flops_per_s=flops_per_s,
         matmul_share=flops_per_s / matmul_rate if flops_per_s and matmul_rate else None,
-        moved_bytes=moved,
-        bytes_per_s=bytes_per_s,
-        copy_share=bytes_per_s / copy_rate if bytes_per_s and copy_rate else None,
         peak_bytes=max(peaks) if state == "ok" and peaks else None,
         time=time.time(),
     )

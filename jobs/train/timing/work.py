@@ -73,7 +73,7 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
     claim(device)
     if device.type == "cuda":
         tell({"gpu": torch.cuda.get_device_name(device)})
-    if settings.matmul and not settings.dtypes and not settings.widths:
+    if settings.matmul and not settings.dtypes:
         for precision in dict.fromkeys(settings.precision):
             tell({"rate": [precision, *product_rate(precision, device)]})
     own = next((case for case in settings.cases() if case.is_own), None)

@@ -1,6 +1,7 @@
 """Timings are read as they were written; what is torn, damaged or somebody else's is told apart."""
 
 import csv
+import json
 
 import pytest
 
@@ -26,6 +27,19 @@ def test_a_run_is_read_and_its_json_is_the_same_again(run, tmp_path):
     write_timings(timings, tmp_path / "r.json")
     assert read_timings([tmp_path / "r.json"]) == timings
     assert len(read_timings([run, tmp_path / "r.json"]).timings) == 2
+
+
+@pytest.mark.parametrize("widths", [[], [1024]], ids=["models", "norms"])
+def test_results_of_0_1_0_are_read_unless_they_are_of_norms(widths, tmp_path):
+    first, row = header(settings()).model_dump(mode="json"), timed().model_dump(mode="json")
+    first["settings"]["widths"] = widths
+    row |= {"width": 1024 if widths else None, "moved_bytes": 0, "bytes_per_s": None, "copy_share": None}
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (first, row)))
+    if widths:
+        with pytest.raises(JobFileError, match="this is a timing of norms; widths is gone"):
+            read_timings([tmp_path / "bench.jsonl"])
+    else:
+        assert read_timings([tmp_path / "bench.jsonl"]).timings[0].rows == [timed()]
 
 
 def test_rows_become_csv_with_nothing_where_nothing_was_measured(run, tmp_path):

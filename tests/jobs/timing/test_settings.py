@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.timing.settings import NORMS, Case, TimingSettings
+from muster.jobs.timing.settings import Case, TimingSettings
 
 
 def settings(**values: object) -> TimingSettings:
@@ -22,20 +22,6 @@ def test_rows_go_model_by_model_each_once_passes_running_fastest():
         for precision in ("fp32", "bf16")
         for pass_name in ("step", "forward")
     ]
-
-
-def test_the_norms_of_a_width_and_precision_share_a_process_with_a_copy_of_the_same_rows():
-    asked = settings(widths=[64, 100, 64], model=["layer", "rms_fused"], precision=["fp32", "bf16"])
-    assert [[case.name for case in group] for group in asked.groups()] == [
-        [
-            f"copy {width} forward {precision}",
-            *(f"{norm} {width} {each} {precision}" for each in ("forward", "backward") for norm in asked.models()),
-        ]
-        for precision in ("fp32", "bf16")
-        for width in (64, 100)
-    ]
-    assert settings(widths=[64]).models() == settings(widths=[64], model="all").models() == list(NORMS)
-    assert TimingSettings.model_validate(asked.model_dump(mode="json")) == asked  # what a header is read from
 
 
 def test_all_is_every_model_that_has_a_name():
@@ -60,12 +46,7 @@ def test_a_row_is_trained_as_a_job_with_the_same_settings_would():
         ({"model": "gpt-nano", "steps": 0}, "greater than or equal to 1"),
         ({"model": "gpt-nano", "warmup": -1}, "greater than or equal to 0"),
         ({"model": []}, "no model is named; add model: with names, or train: with a section"),
-        ({"model": "rms_fused"}, "rms_fused is a norm, which needs widths; add widths: [1024], or name a model"),
-        ({"model": "gpt-nano", "widths": 64}, "gpt-nano is a model, but widths times norms: layer, rms_plain, "),
-        ({"widths": 64, "compile": True}, "compile is for models, but widths times norms; remove compile or widths"),
-        ({"widths": 64, "norm": "layer"}, "norm is for models, but widths times norms; remove norm or widths"),
-        ({"widths": 64, "passes": ["step"]}, "norms have no optimizer step; set passes to forward, backward or both"),
-        ({"widths": [64, 0]}, "greater than or equal to 1"),
+        ({"model": "rms_fused"}, "unknown model 'rms_fused' (valid: all, vgg11, "),
     ],
 )
 def test_what_cannot_be_is_refused(values, message):

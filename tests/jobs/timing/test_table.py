@@ -1,9 +1,8 @@
 """The text of timings, from rows that are given."""
 
 from muster.jobs.timing.records import Dtypes, LayerTypes, TimingRecords, Timings
-from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.timing.table import number, report_lines, row_text, verdict
-from support.timings import header, norm, peak, settings, timed, without_times
+from support.timings import header, peak, settings, timed, without_times
 
 GOLDEN = """\
 # demo: timings of models on cpu · torch 2.13.0 · 1970-01-01 00:00:01 UTC
@@ -46,34 +45,6 @@ def test_the_table_has_a_line_for_each_row_and_reasons_in_place_of_numbers():
     large = without_times("memory", reason, model="gpt-2.7b", pass_name="step", parameters=2_543_000_000)
     lines = report_lines(Timings(timings=[timing(timed(), late, image, large)]))
     assert "\n".join(lines) == GOLDEN
-
-
-NORM_GOLDEN = """\
-# demo: timings of norms on cuda · torch 2.13.0 · 1970-01-01 00:00:01 UTC
-# host n1, NVIDIA H200, EPYC, 16 threads on 16 cores, 64 GB
-# 3 launches of each row: 1 warm-up step, 2 timed steps, each timed until the device has finished; norms of a width take turns, with a copy of the same rows
-#
-#        norm  width     pass precision    rows   median    +-     mean     std      min bandwidth   copy  warm-up
-#                                                   (ms)   (%)     (ms)    (ms)     (ms)    (GB/s)    (%)  (ms)
-         copy   4096  forward      bf16   50000    0.200   0.0    0.200  0.0000    0.200     4,267    100  0.200
-    rms_fused   4096  forward      bf16   50000    0.200   0.0    0.200  0.0000    0.200     4,096   96.0  0.200
- rms_compiled   4096  forward      bf16   50000  refused: needs a compiler
-# bandwidth: bytes that the pass must move (forward 2, backward 5 times the input) per second; copy: bandwidth relative to that of the copy
-# +- encloses the median with 50% confidence (2 launches: medians of the launches); more --launches increase the confidence
-# verdict: OK"""  # noqa: E501
-
-
-def test_norms_have_their_bandwidth_beside_that_of_a_copy():
-    asked = TimingSettings(widths=[4096])
-    refused = without_times("refused", "needs a compiler", model="rms_compiled", width=4096, batch=50_000)
-    rows = [
-        norm("copy", copy_share=1.0, bytes_per_s=4.267e12),
-        norm(),
-        refused.model_copy(update={"precision": "bf16"}),
-    ]
-    found = TimingRecords(header=header(asked, device="cuda"), rows=rows, is_over=True)
-    assert "\n".join(report_lines(Timings(timings=[found]))) == NORM_GOLDEN
-    assert row_text(norm()) == "rms_fused 4096 forward bf16: 0.200 ms +- 0.0000 (first 0.200), 4,096 GB/s"
 
 
 def test_without_warm_up_it_says_that_the_first_step_counts():

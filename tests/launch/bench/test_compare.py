@@ -72,13 +72,15 @@ def test_what_is_no_longer_measured_does_not_pass_a_gate(tmp_path: Path, files, 
     assert cli.main(["bench", "compare", str(fewer), files["a"], "--fail-on", "worse"]) == 0  # what is new harms none
 
 
-def test_several_results_of_a_side_are_taken_together(tmp_path: Path, capsys) -> None:
+def test_results_that_were_joined_into_one_file_are_compared(tmp_path: Path, capsys) -> None:
     for launch in range(4):
         made = result(settings(launches=1), slower=1.0 + launch / 1000)
         moved = [each.model_copy(update={"launch": 0, "time": 100.0 * launch}) for each in made.blocks]
         write_result(made.model_copy(update={"blocks": moved}), tmp_path / f"{launch}.json")
-    sides = [",".join(str(tmp_path / f"{launch}.json") for launch in range(4))] * 2
-    assert cli.main(["bench", "compare", *sides, "--json"]) == 0
+    assert cli.main(["bench", "show", *(str(tmp_path / f"{launch}.json") for launch in range(4)), "--json"]) == 0
+    joined = tmp_path / "joined.json"
+    joined.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert cli.main(["bench", "compare", str(joined), str(joined), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [4, 4]
 
 

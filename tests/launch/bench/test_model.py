@@ -180,15 +180,27 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     few = [str(launched(tmp_path / f"{name}.jsonl", launches=2)) for name in "de"]
     assert cli.main(["bench", "compare", *few]) == 0
     assert "2 and 2 launches, expected at least 3" in capsys.readouterr().out
-    assert cli.main(["bench", "compare", f"{one},{same}", str(one), "--json"]) == 0
+    joined = tmp_path / "joined.json"
+    assert cli.main(["bench", "show", str(one), str(same), "--json"]) == 0
+    joined.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert cli.main(["bench", "compare", str(joined), str(one), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [5, 5]  # launches of one time are the same
     old = write_lines(tmp_path / "old.jsonl", header(settings()), timed(launches=[]))  # of a Muster without launches
     assert cli.main(["bench", "compare", str(old), str(one)]) == 0
     captured = capsys.readouterr()
     assert "1 and 5 launches" in captured.out
     assert captured.err == f"muster: warning: {old}: not finished: 4 rows with launches left\n"
-    assert cli.main(["bench", "compare", f"{one},{slow}", str(one)]) == 78
+    assert cli.main(["bench", "show", str(one), str(slow), "--json"]) == 0
+    joined.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert cli.main(["bench", "compare", str(joined), str(one)]) == 78
     assert "cannot be combined on one side" in capsys.readouterr().err
+
+
+def test_a_job_that_times_norms_is_refused_with_the_program_that_does(tmp_path: Path, capsys) -> None:
+    (tmp_path / "job.yaml").write_text("timing:\n  widths: [64]\n", encoding="utf-8")
+    assert cli.main(["plan", str(tmp_path / "job.yaml")]) == 65
+    said = "0.1.0 was the last version with this key; time norms with jobs/examples/kernels/norms.py\n"
+    assert capsys.readouterr().err == f"muster: {tmp_path}/job.yaml:2: timing.widths: {said}"
 
 
 def test_timings_are_drawn_as_bars(tmp_path: Path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""`--on submitit`: its local and debug executors here, its Slurm executor in a box, and what each is ordered to do."""
+"""`--on submitit`: what submitit is ordered to do, with commands of Slurm that are played, and in a box."""
 
 import json
 import os
@@ -6,24 +6,30 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 from muster.jobs.basics import exits
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import read_lines
-from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir, list_runs, make_run
 from muster.jobs.spec.slurm import SlurmSettings
+from muster.launch.cli import main
 from muster.launch.common.processes import of_run
-from muster.launch.scheduler.submitit_order import slurm_parameters
+from muster.launch.plan.submission import Submission
+from muster.launch.records.slurm_job import SlurmJob, output_path
+from muster.launch.scheduler.queueing import submit
+from muster.launch.scheduler.submitit_order import slurm_parameters, task_of
 from support.box import BoxUser, ended
-from support.live import LiveRun, argv, parent_of, wait_until
+from support.live import argv, parent_of, wait_until
+from support.slurm_commands import FakeSlurm
 
 pytestmark = pytest.mark.slow
 
-LOCAL = ("--on", "submitit", "--executor", "local")
-DEBUG = ("--on", "submitit", "--executor", "debug")
 # Sleeps in its first attempt, and ends in every later one.
 AGAIN = """
 import os, time
@@ -99,12 +105,6 @@ def test_cores_are_said_again_to_srun() -> None:
     assert slurm_parameters(SlurmSettings(cpus_per_task=2), nodes=1, cores=8, entry=[])["cpus_per_task"] == 2
 
 
-def test_an_executor_of_another_transport_is_refused(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job_of("pass"), "--executor", "local")
-    assert live.end() == exits.USAGE
-    assert live.err == "muster: --executor local: applies only to --on submitit; add that, or remove it\n"
-
-
 def test_help_does_not_import_submitit() -> None:
     code = (
         "import sys; from muster.launch.cli import main\n"
@@ -115,136 +115,86 @@ def test_help_does_not_import_submitit() -> None:
     assert done.returncode == 0
 
 
-# Here ---------------------------------------------------------------------------------------------------------------
+# With played commands ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def through(submission: Submission) -> Submission:
+    return replace(submission, route=replace(submission.route, transport="submitit"))
+
+
+def test_a_run_is_one_job_with_the_task_of_its_supervisor(through: Submission, slurm: FakeSlurm) -> None:
+    run = through.context.run
+    assert submit([through]).job_id == "12"
+    job = SlurmJob.read(run)
+    assert (job.job_id, job.name) == ("12", run.run_id)
+    assert output_path(run, job).readlink() == run.submitit / "12_0_log.err"
+    assert "muster.slurm.submitit_job" in (run.submitit / "12_submission.sh").read_text()
+    assert DelayedSubmission.load(run.submitit / "12_submitted.pkl").function == task_of(through)
+
+
+def test_runs_of_one_shape_are_one_array(through: Submission, slurm: FakeSlurm, tmp_path: Path) -> None:
+    other = RunDir(through.context.run.path.with_name("demo-20250101T000001.000Z-abc123"))
+    make_run(other)
+    pair = [through, replace(through, context=replace(through.context, run=other))]
+    folder = tmp_path / "runs" / "sweep-demo"
+    folder.mkdir()
+    submit(pair, name="sweep-demo-0", folder=folder, limit=1)
+    assert [SlurmJob.read(each.context.run).job_id for each in pair] == ["12_0", "12_1"]
+    submitit = RunDir(folder).submitit
+    assert "#SBATCH --array=0-1%1\n" in (submitit / "12_submission.sh").read_text()
+    tasks = [DelayedSubmission.load(submitit / f"12_{number}_submitted.pkl").function for number in range(2)]
+    assert tasks == list(map(task_of, pair))
+
+
+def test_what_slurm_refuses_ends_the_run(through: Submission, slurm: FakeSlurm) -> None:
+    slurm.says(refuses="sbatch: error: invalid partition specified: main")
+    with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid"):
+        submit([through])
+    (ended_row,) = [row for row in read_lines(through.context.run.events) if row["event"] == "ended"]
+    assert ended_row["code"] == exits.REFUSED
+
+
+def test_a_machine_without_slurm_says_so(through: Submission, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RefusedError, match="srun is not on PATH here; run this on the cluster's login node"):
+        submit([through])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("executor", [LOCAL, DEBUG], ids=["local", "debug"])
-def test_pretend_nodes_run_as_over_any_transport(tmp_path: Path, executor: tuple[str, ...]) -> None:
-    code = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK')))"
-    live = LiveRun(tmp_path, job_of(code), *executor)
-    assert live.end() == 0, live.err
-    assert live.out == "0 4 0 0\n"
-    logs = [live.run.attempt(0).out(rank).read_text().split() for rank in range(4)]
-    assert logs == [f"{rank} 4 {rank // 2} {rank % 2}".split() for rank in range(4)]
-    assert "4 ranks ended with 0" in live.err
-    assert live.events("submitted")[-1]["transport"] == "submitit"
-    assert list(live.run.submitit.glob("*_0_log.out"))
-    assert live.left() == []
+def test_the_signal_before_the_end_queues_the_run_again_and_the_next_attempt_goes_on(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    (slurm.folder / "srun").write_text(f'#!/bin/sh\nwhile [ "$1" != {sys.executable} ]; do shift; done\nexec "$@"\n')
+    (tmp_path / "job.yaml").write_text(job_of(AGAIN, nodes=1))
+    assert main(["submit", str(tmp_path / "job.yaml"), "--on", "submitit", "--runs", str(tmp_path / "runs")]) == 0
+    (run,) = list_runs(tmp_path / "runs")
+    job = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_PROCID": "0"}
 
+    def start(restarts: int) -> "subprocess.Popen[bytes]":
+        more = {"SLURM_JOB_CPUS_PER_NODE": "2", "SLURM_RESTART_COUNT": str(restarts)}
+        return subprocess.Popen(["bash", run.submitit / "12_submission.sh"], env={**os.environ, **job, **more})
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("executor", [LOCAL, pytest.param(DEBUG, marks=pytest.mark.soak)], ids=["local", "debug"])
-def test_the_first_failing_ranks_code_comes_back(tmp_path: Path, executor: tuple[str, ...]) -> None:
-    code = "import os, time; rank = os.environ['RANK']; time.sleep(1000 * (rank != '2')); exit(7)"
-    live = LiveRun(tmp_path, job_of(code), *executor)
-    assert live.end() == 7
-    assert live.verdict()["first"]["rank"] == 2
-    assert "rank 2 on node 1" in live.err
-    assert live.left() == []
-
-
-@pytest.mark.ranks
-def test_ranks_meet_and_train(tmp_path: Path) -> None:
-    text = "nodes: 2\nbench: {operation: hello}\n"
-    live = LiveRun(tmp_path, text, *LOCAL)
-    assert live.end() == 0, live.err
-    assert "all ranks joined" in live.err
-
-
-@pytest.mark.ranks
-def test_the_signal_before_the_end_queues_the_run_again_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job_of(AGAIN), *LOCAL)
-    for rank in (0, 3):  # rank 0, which is shown, and the last
-        live.wait_for_output("attempt 0", rank)
-    os.kill(task_0(live.run), signal.SIGUSR2)
-    assert live.end() == 0, live.err
-    assert attempts(live.run) == [(0, "requeue"), (1, "done")]
-    assert live.out == "attempt 0\nattempt 1\n"
-    assert not live.run.stop.exists()
-    assert live.left() == []
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("executor", [LOCAL, DEBUG], ids=["local", "debug"])
-def test_ctrl_c_stops_the_run(tmp_path: Path, executor: tuple[str, ...]) -> None:
-    live = LiveRun(tmp_path, job_of(SLEEP), *executor)
-    live.wait_for_output("ready", 3)
-    live.interrupt()
-    assert live.end() == exits.STOPPED
-    assert attempts(live.run) == [(0, "stopped")]
-    assert live.left() == []
-
-
-@pytest.mark.ranks
-def test_muster_stop_ends_a_run_that_was_left(tmp_path: Path) -> None:
-    from muster.launch.cli import main
-
-    (tmp_path / "job.yaml").write_text(job_of(SLEEP))
-    runs = str(tmp_path / "runs")
-    submit = [
-        sys.executable,
-        "-m",
-        "muster",
-        "submit",
-        str(tmp_path / "job.yaml"),
-        *LOCAL,
-        "--runs",
-        runs,
-        "--parsable",
-    ]
-    done = subprocess.run(submit, capture_output=True, text=True, timeout=50, check=True)
-    run = RunDir(tmp_path / "runs" / done.stdout.strip())
-    wait_until(lambda: run.attempt(0).out(3).is_file(), "the ranks")
-    assert main(["stop", "--runs", runs]) == 0
-    assert attempts(run) == [(0, "stopped")]
-    wait_until(lambda: not of_run(run.run_id) and not controllers(run), "the end of all")
-
-
-def controllers(run: RunDir) -> list[int]:
-    """The processes of submitit that name a run's folder on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it ended while we looked
-            continue
-        if str(run.submitit).encode() in words:
-            found.append(int(entry.name))
-    return found
-
-
-@pytest.mark.ranks
-def test_nothing_is_left_when_submitits_own_controller_is_killed(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job_of(SLEEP), *LOCAL)
-    live.wait_for_output("ready", 3)
-    run = live.run
-    os.kill(parent_of(task_0(run)), signal.SIGKILL)
-    assert live.end() == exits.STOPPED  # its supervisor is told, and has the last word
-    wait_until(lambda: not of_run(run.run_id) and not controllers(run), "the end of all")
-
-
-def test_debug_cannot_be_left(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job_of("pass"), *DEBUG, "--detach")
-    assert live.end() == exits.USAGE
-    assert "--executor debug: runs in the calling process" in live.err
-
-
-@pytest.mark.ranks
-def test_an_interpreter_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "site.yaml").write_text("interpreter: /usr/bin/false\n")
-    live = LiveRun(tmp_path, job_of("pass"), *LOCAL, "--site", str(tmp_path / "site.yaml"))
-    assert live.end() != 0
-    assert live.err.count("\n") == 1
+    with start(0) as process:
+        for rank in range(2):
+            log = run.attempt(0).out(rank)
+            wait_until(lambda log=log: log.is_file() and "attempt 0" in log.read_text(), f"rank {rank}")
+        os.kill(task_0(run), signal.SIGUSR2)
+    assert process.returncode != 0
+    assert slurm.calls("scontrol")[-1] == ["scontrol", "requeue", "12"]
+    with start(1) as process:
+        pass
+    assert process.returncode == 0
+    assert attempts(run) == [(0, "requeue"), (1, "done")]
+    assert not run.stop.exists()
+    assert not of_run(run.run_id)
 
 
 # In a box -----------------------------------------------------------------------------------------------------------
 
 
 def start(user: BoxUser, verb: str, text: str, *words: str) -> subprocess.Popen[str]:
-    return user.start(verb, text, "--on", "submitit", "--executor", "slurm", *words)
+    return user.start(verb, text, "--on", "submitit", *words)
 
 
 def is_gone(user: BoxUser) -> bool:

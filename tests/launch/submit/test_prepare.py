@@ -183,6 +183,24 @@ def test_a_hosts_file_gives_slots_addresses_and_logins(job: Path) -> None:
     assert (placement.world_size, placement.master_addr) == (4, "10.10.1.1")
 
 
+@pytest.mark.parametrize(
+    ("text", "logins"),
+    [
+        ("# DeepSpeed's\nn0 slots=3\n\nn1 slots=1\n", [None, None]),
+        ("n0 slots=3 max_slots=8\nn1 slots=1 max-slots=1\n", [None, None]),
+        ("n0:3\nn1:1\n", [None, None]),
+        ("alice@n0 slots = 3\nn1 slots=1 user=bob\n", [Login("n0", "alice"), Login("n1", "bob")]),
+    ],
+    ids=["DeepSpeed", "Open MPI", "MPICH", "users"],
+)
+def test_hosts_files_of_other_launchers_give_slots(job: Path, text: str, logins: list[Login | None]) -> None:
+    hosts = job.parent / "hosts"
+    hosts.write_text(text)
+    made = prepared(job, "nodes: 2\nranks_per_node: slots\n" + COMMAND, "-H", str(hosts))
+    assert made.submission.route.hosts.hosts == (Host("n0", "", 3, logins[0]), Host("n1", "", 1, logins[1]))
+    assert [node.ranks for node in made.context.placement.nodes] == [3, 1]
+
+
 @pytest.mark.parametrize("words", [[], ["--on", "ssh"]])
 def test_the_site_files_hosts_are_used_by_default(job: Path, words: list[str]) -> None:
     (job.parent / "hosts").write_text("n0\nn1\n")

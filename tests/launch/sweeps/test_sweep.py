@@ -274,14 +274,6 @@ def test_a_failed_point_does_not_end_the_sweep_unless_it_shall(sweep: Sweep) -> 
     assert [(row["state"], row["code"]) for row in rows(out)] == [("done", 0), ("failed", 7), ("not run", None)]
 
 
-@pytest.mark.ranks
-def test_submitits_local_executor_runs_them_one_after_another(sweep: Sweep) -> None:
-    words = ("--on", "submitit", "--executor", "local", "--json")
-    code, out, err = sweep(EXIT, "--grid", "env.CODE='7','0'", *words)
-    assert code == 7, err
-    assert [row["code"] for row in rows(out)] == [7, 0]
-
-
 def test_every_bad_point_is_told_before_anything_starts(sweep: Sweep, tmp_path: Path) -> None:
     code, _, err = sweep(NANO, "--grid", "train.batch_size=1,4", "--grid", "nodes=1,2,3")
     assert code == exits.REFUSED
@@ -441,10 +433,9 @@ def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path, text: str, sign: Ca
 
 @pytest.mark.ranks
 @patient
-@pytest.mark.parametrize("words", [(), ("--on", "submitit", "--executor", "local")], ids=["local", "submitit"])
-def test_muster_stop_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_muster_stop_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
-    with two_points(tmp_path, SLEEP, *words) as process:
+    with two_points(tmp_path, SLEEP) as process:
         wait_for_first(runs, lambda run: run.attempt(0).out(0))
         assert main(["stop", "sweep-sleep", "--runs", str(runs)]) == 0
         out, _ = process.communicate(timeout=60)

@@ -20,7 +20,7 @@ cluster = pytest.mark.cluster
 patient = pytest.mark.timeout(180)
 LISTED = "name: array\ngrace_s: 1\n" + argv("import os; print(os.environ['WHAT'])")
 
-ON = [["--on", "slurm"], ["--on", "submitit", "--executor", "slurm"]]
+ON = [["--on", "slurm"], ["--on", "submitit"]]
 BOTH = pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
 # Past the submission, which is tested for both, the jobs are followed and stopped in the same way.
 SLURM = pytest.mark.parametrize("on", [ON[0], pytest.param(ON[1], marks=pytest.mark.soak)], ids=["slurm", "submitit"])

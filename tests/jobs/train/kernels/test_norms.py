@@ -1,4 +1,4 @@
-"""RMSNorm in its three ways, and LayerNorm: values, derivatives, and what the fused ones do where they cannot run."""
+"""RMSNorm in PyTorch and in Triton, and LayerNorm: values, and what the fused ones do where they cannot run."""
 
 import os
 import subprocess
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 from muster.jobs.spec.load import EXAMPLES
 from muster.jobs.train.kernels import layer_norm
 from muster.jobs.train.kernels import rms_norm as ways
 from muster.jobs.train.kernels.layer_norm import FusedLayerNorm
-from muster.jobs.train.kernels.rms_norm import DerivedRmsNorm, FusedRmsNorm, rms_norm
+from muster.jobs.train.kernels.rms_norm import FusedRmsNorm, rms_norm
 
 CHECKS = Path(__file__).parent / "norms_checks.py"
 
@@ -25,13 +24,6 @@ def test_the_plain_one_is_torchs(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-5), rtol=1e-12, atol=1e-12
     )
-
-
-@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 5), (1, 1)])
-def test_the_derived_backward_is_right(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda *both: DerivedRmsNorm.apply(*both, 1e-5), (x, weight))
 
 
 def test_the_kernels_are_right_in_the_interpreter() -> None:
@@ -47,6 +39,33 @@ def test_the_example_that_teaches_triton_is_right() -> None:
     argv = [sys.executable, str(EXAMPLES / "kernels/weighted_sum.py")]
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_program_that_times_norms_prints_a_row_for_each_pass_of_each() -> None:
+    program = [sys.executable, str(EXAMPLES / "kernels/norms.py"), "--norms", "layer,rms,rms_fused"]
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = ("--widths", "16,24", "--rows", "8", "--dtypes", "fp32", "--samples", "1")
+    done = subprocess.run([*program, *words], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    head, *rows = (line.split() for line in done.stdout.splitlines())
+    assert head == ["norm", "width", "dtype", "pass", "ms", "GB/s", "of", "the", "copy"]
+    norms = [(name, each) for name in ("layer", "rms", "rms_fused") for each in ("forward", "both")]
+    keys = [[name, width, "fp32", each] for width in ("16", "24") for name, each in [("copy", "forward"), *norms]]
+    assert [row[:4] for row in rows] == keys
+    assert [row[6] for row in rows if row[0] == "copy"] == ["1.000", "1.000"]
+    for _, width, _, each, milliseconds, gb_s, _ in rows:
+        moved = (2 if each == "forward" else 5) * 8 * int(width) * 4
+        assert float(gb_s) == pytest.approx(1e-6 * moved / float(milliseconds), rel=0.2)  # of the printed digits
+    plain = {key: value for key, value in environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([*program, *words], env=plain, capture_output=True, text=True, timeout=100)
+    assert "rms_fused is left out: Triton's kernels need a GPU, x is on cpu" in done.stdout
+
+
+@pytest.mark.gpu
+def test_the_program_that_times_norms_replays_graphs_on_a_gpu() -> None:
+    program = [sys.executable, str(EXAMPLES / "kernels/norms.py"), "--widths", "1000", "--rows", "500"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1 + 2 * 9), done.stdout + done.stderr
 
 
 @pytest.mark.gpu

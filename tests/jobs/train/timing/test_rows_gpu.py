@@ -65,10 +65,3 @@ def test_every_precision_has_a_row(on_ranks, tmp_path, more):
     rows, _ = timed(on_ranks, tmp_path, {"model": "gpt-nano", "passes": "step", "precision": precisions, **more})
     assert [(row["precision"], row["reason"]) for row in rows] == [(each, "") for each in precisions]
     assert {row["state"] for row in rows} == {"ok"}
-
-
-def test_norms_are_timed_by_graphs(on_ranks, tmp_path):
-    asked = {"widths": [1000], "precision": ["fp32", "bf16", "fp16"], "context": 128, "vocabulary": 10_000}
-    rows, _ = timed(on_ranks, tmp_path, asked)
-    assert [row["reason"] for row in rows] == [""] * 3 * 11
-    assert all(row["copy_share"] > 0.0 for row in rows)
