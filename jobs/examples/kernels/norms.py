@@ -49,6 +49,7 @@ NORMS: dict[str, type[nn.Module]] = {
 
 def measure(x: Tensor, names: Sequence[str], samples: int) -> dict[Key, float]:
     """Return the seconds of each pass of each norm on x (rows, width), and of a copy; leave out what cannot run."""
+    torch.compiler.reset()  # else the norm of a later width would exceed the limit of recompilations, and run eagerly
     target, dy = torch.empty_like(x), torch.randn_like(x)
     calls: dict[Key, Call] = {("copy", "forward"): lambda: target.copy_(x)}
     for name in names:

@@ -104,12 +104,10 @@ def test_compiled_pieces_agree(kind: str, precision: str, recompute: bool) -> No
     require_close(found, wanted, 1e-2 if precision == "fp32" else 0.1)
 
 
-@pytest.mark.parametrize("variant", [{"chunked": False}, {"whole": True, "compile": True}])
-def test_variants_for_speed_compute_the_same(variant: dict[str, object]) -> None:
-    torch._dynamo.reset()
+def test_the_loss_by_chunks_computes_the_same() -> None:
     plain = Numerics("pure_bf16", CUDA)
     loss, wanted, _ = gradients("gpt", plain)
-    other, found, _ = gradients("gpt", replace(plain, **variant))
+    other, found, _ = gradients("gpt", replace(plain, chunked=False))
     assert other == pytest.approx(loss, rel=1e-2)
     require_close(found, wanted, 0.1)
 
