@@ -12,7 +12,7 @@ from muster.jobs.basics.files import read_lines
 from muster.launch.cli import main
 from support.live import LiveRun, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = 60
 JOB = f"""

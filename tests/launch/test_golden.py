@@ -13,6 +13,8 @@ from shutil import copytree
 
 import pytest
 
+pytestmark = pytest.mark.command
+
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
     "asynchronous-": "3 ranks ended with 0, without rank 3 on node 3 (vm)",

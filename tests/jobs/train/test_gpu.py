@@ -19,7 +19,7 @@ from support.resuming import ADAMW, VGG, attempt_apart
 ROOT = Path(__file__).parents[3]
 APART = ("asynchronous", "terapipe")  # of which this file's last tests are
 SHARED = [name for name in MODES if name not in (*ONE_RANK, *APART, TENSOR)]
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
 nodes: {nodes}

@@ -21,6 +21,8 @@ from muster.jobs.train.parallel.fsdp import apart
 from muster.jobs.world.world import World
 from support.live import LiveRun
 
+pytestmark = pytest.mark.command
+
 MADE = Path(__file__).parents[2] / "support" / "made"
 JOB = {
     "model": {"make": "net.py:tied"},

@@ -9,6 +9,8 @@ from muster.jobs.spec.load import load_job
 from muster.launch import cli
 from muster.launch.common.kinds import KINDS
 
+pytestmark = pytest.mark.command
+
 JOB = """\
 name: nano
 nodes: 4

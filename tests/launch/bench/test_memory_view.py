@@ -14,6 +14,8 @@ from muster.launch.bench.loads import load_of
 from muster.launch.bench.own_split import own_split
 from muster.launch.cli import main
 
+pytestmark = pytest.mark.command
+
 JOB = """
 name: held
 nodes: 4

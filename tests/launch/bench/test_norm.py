@@ -13,7 +13,7 @@ from muster.jobs.timing.settings import TimingSettings
 from muster.launch import cli
 from support.timings import end, header, norm, write_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 @pytest.mark.ranks

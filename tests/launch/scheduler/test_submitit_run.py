@@ -20,7 +20,7 @@ from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import BoxUser, ended
 from support.live import LiveRun, argv, parent_of, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 LOCAL = ("--on", "submitit", "--executor", "local")
 DEBUG = ("--on", "submitit", "--executor", "debug")
