@@ -99,18 +99,22 @@ def with_packages(name: str) -> list[str]:
 
 def names_in(tree: ast.AST) -> set[str]:
     """Return the modules of the product that strings name."""
-    found = set()
-    for text in strings(tree):
-        for dotted, member in NAMED.findall(text):
-            found |= longest(f"{dotted[1:]}.{member}" if member else dotted[1:])
-    return found
+    return {each for text in strings(ast.walk(tree)) for each in modules_named(text)}
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
-    """Walk through the strings of a piece of source, without its docstrings."""
-    spoken = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in spoken:
+def modules_named(text: str) -> set[str]:
+    """Return the modules of the product that a text names."""
+    named = (f"{dotted[1:]}.{member}" if member else dotted[1:] for dotted, member in NAMED.findall(text))
+    return {each for name in named for each in longest(name)}
+
+
+def strings(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Walk through the strings of a piece of source, without its docstrings; parents come before their children."""
+    docstrings = set()
+    for node in nodes:
+        if isinstance(node, ast.Expr):
+            docstrings.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
             yield node.value
 
 
@@ -169,7 +173,7 @@ class Source:
         """What each name that is imported at top level stands for."""
         found: dict[str, set[Import]] = {}
         for statement in self.tree.body:
-            for name, target in imports_of(statement):
+            for name, target in imports_of(ast.walk(statement)):
                 found.setdefault(name, set()).add(target)
         return found
 
@@ -198,9 +202,9 @@ def asked_for(node: ast.AST) -> list[str]:
     return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)] if takes else []
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[str, Import]]:
+def imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, Import]]:
     """Walk through the imports of a piece of source: the name that each binds, and what it is."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name.partition(".")[0], Import(alias.name)
@@ -211,8 +215,8 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, Import]]:
 
 @cache
 def sources() -> dict[str, Source]:
-    """Parse all Python beside the product, by path: tests, benchmarks, examples."""
-    paths = {path for folder in (*ROOTS, "jobs/examples") for path in (REPOSITORY / folder).rglob("*.py")}
+    """Parse all Python beside the product, by path: tests and benchmarks."""
+    paths = {path for folder in ROOTS for path in (REPOSITORY / folder).rglob("*.py")}
     named = {str(path.relative_to(REPOSITORY)): path for path in sorted(paths)}
     return {name: Source(name, ast.parse(path.read_text(encoding="utf-8"))) for name, path in named.items()}
 
@@ -226,9 +230,14 @@ def scripts() -> dict[str, frozenset[str]]:
     return {name: frozenset(paths) for name, paths in found.items()}
 
 
-def test_files() -> list[str]:
+def is_test(path: str) -> bool:
+    """Return whether a path is that of a test file."""
+    return path.startswith("tests/") and Path(path).name.startswith("test_") and path.endswith(".py")
+
+
+def all_tests() -> list[str]:
     """Return the paths of all test files."""
-    return [path for path in sources() if path.startswith("tests/") and Path(path).name.startswith("test_")]
+    return [path for path in sources() if is_test(path)]
 
 
 @dataclass(frozen=True)
@@ -247,19 +256,18 @@ class Facts:
 def facts(path: str, name: str) -> Facts:
     """Return what a definition uses; "" is the whole file."""
     source = sources()[path]
-    trees: list[ast.AST] = [*source.defined[name]] if name else [source.tree]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    texts = [text for tree in trees for text in strings(tree)]
+    nodes = [node for tree in (source.defined[name] if name else [source.tree]) for node in ast.walk(tree)]
+    texts = set(strings(nodes))
     known = source.defined.keys() | source.bound.keys()
     return Facts(
-        frozenset(target for tree in trees for _, target in imports_of(tree)),
-        frozenset(path for tree in trees for each in names_in(tree) for path in with_packages(each)),
+        frozenset(target for _, target in imports_of(nodes)),
+        frozenset(path for text in texts for each in modules_named(text) for path in with_packages(each)),
         frozenset(
-            each
+            path
             for text in texts
-            if text.endswith(".py")
-            for each in scripts().get(Path(text).name, ())
-            if each.endswith(text) and not each.startswith("jobs/examples/")
+            if not text.startswith(ROOTS)  # a whole path names a file, and does not run it
+            for path in scripts().get(Path(text).name, ())
+            if path.endswith(text)
         ),
         frozenset(node.id for node in nodes if isinstance(node, ast.Name) and node.id in known),
         frozenset(each for node in nodes for each in asked_for(node)),
@@ -327,7 +335,7 @@ class Reach:
     def definition(self, path: str, name: str) -> None:
         """Follow a name at the top level of a file beside the product; "" follows all that is in it."""
         name = ENTRIES.get(path, name)
-        if (path, name) in self.seen:
+        if (path, name) in self.seen or (path, "") in self.seen:
             return
         self.seen.add((path, name))
         self.files.add(path)
