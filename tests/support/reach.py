@@ -16,7 +16,7 @@ from support.imports import REPOSITORY, ancestors, imported, modules
 
 ROOTS = ("tests", "benchmarks")  # the folders whose modules tests import by bare names
 NAMED = re.compile(r"\bmuster((?:\.\w+)+)(?: import (\w+))?")  # a module in a string: started, or loaded by its name
-SHELL = re.compile(r"-m muster\b|\bbin/muster\b")
+SHELL = re.compile(r"-m[ ]muster\b|\bbin[/]muster\b")  # written so that it does not find itself
 # The only definition that counts of a file: what else it imports is there to be shared by forks, and is used by none.
 ENTRIES = {"tests/rank_server.py": "main"}
 ARGVS = {"module_argv", "job_argv"}  # of jobs/basics/boot.py: the words that start a module of Muster's
@@ -266,6 +266,7 @@ def facts(path: str, name: str) -> Facts:
             path
             for text in texts
             if not text.startswith(ROOTS)  # a whole path names a file, and does not run it
+            if not text.endswith("conftest.py")
             for path in scripts().get(Path(text).name, ())
             if path.endswith(text)
         ),
