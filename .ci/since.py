@@ -4,23 +4,20 @@ Prints the test files to standard output, one per line, or the folder `tests` fo
 what has changed, and how many test files were selected why.
 """
 
-import ast
 import fnmatch
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.imports import PACKAGES  # noqa: E402 - the path above leads to it
-from support.reach import all_tests, is_test, marked, product, reach, sources, strings  # noqa: E402
+from support.reach import ALL_TESTS, all_tests, closure, files, is_beside, leading_to, marked, strings  # noqa: E402
 
-# Whatever these change may change every test.
-EVERYTHING = ("muster/", "pyproject.toml", "requirements/", "setup.sh", ".ci/", "tests/conftest.py")
+# Whatever these change may change every test; so may what tests/conftest.py leads to.
+EVERYTHING = ("muster/", "pyproject.toml", "requirements/", "setup.sh", ".ci/", ALL_TESTS)
 READS_ALL_PYTHON = "tests/test_architecture.py"
-SHOWN = 20  # changed files that are named
 
 Choice = dict[str, set[str]]  # the test files by the reason for which they were selected
 
@@ -48,21 +45,16 @@ def choose(changed: set[str]) -> Choice:
 def reasons(path: str) -> Choice:
     """Return the test files that one changed file concerns."""
     tests = set(all_tests())
-    if path.startswith(EVERYTHING):
+    if path.startswith(EVERYTHING) or (is_beside(path) and path in closure(ALL_TESTS)):
         return {f"{path} may change every test": tests}
-    found = {"names a changed file, its folder, or a pattern that fits it": readers_of(path)}
-    if path in tests:
-        found["has changed itself"] = {path}
-    elif path.startswith("tests/") and path.endswith("/conftest.py"):
-        folder = path.removesuffix("conftest.py")
-        found["is beside or below a changed conftest.py"] = {test for test in tests if test.startswith(folder)}
-    elif path in sources():
-        found["uses a changed file of tests or benchmarks"] = {test for test in tests if path in reach(test).files}
-    elif path.partition("/")[0] in PACKAGES and not path.startswith("jobs/examples/"):
-        module = path if path in product() else package_of(path)
-        found["imports a changed module"] = {test for test in tests if module in reach(test).modules}
+    in_product = path.partition("/")[0] in PACKAGES and not path.startswith("jobs/examples/")
+    found = {
+        "leads to a changed file": leading_to(package_of(path) if in_product and path not in files() else path),
+        "names a changed file, its folder, or a pattern that fits it": readers_of(path),
+    }
+    if in_product:
         found["runs the command, whose processes load any module"] = {test for test in tests if marked(test)}
-    elif not any(found.values()) and not is_test(path):  # a test that is gone concerns nobody
+    elif path not in files() and not any(found.values()) and not Path(path).match("test_*.py"):  # gone: of no concern
         found[f"nobody knows what {path} changes"] = tests
     if path.endswith(".py"):
         found["reads all Python files"] = {READS_ALL_PYTHON}
@@ -70,24 +62,11 @@ def reasons(path: str) -> Choice:
 
 
 def package_of(path: str) -> str:
-    """Return the `__init__` of the package that holds a file which is no module, or not any more.
+    """Return the `__init__` of the package around a file that is no module, or not any more.
 
-    Whoever imported a module that is gone has changed, too, or still asks for it in vain: those import its package.
+    Whoever still asks for it imports that.
     """
-    return next(init for folder in Path(path).parents if (init := f"{folder}/__init__.py") in product())
-
-
-@cache
-def words() -> dict[str, frozenset[str]]:
-    """Return the words of the strings in each file beside the product: paths, names and patterns are among them."""
-    return {
-        path: frozenset(
-            word.strip("\"'`(),:").removeprefix("./").rstrip("/")
-            for text in strings(ast.walk(source.tree))
-            for word in text.split()
-        )
-        for path, source in sources().items()
-    }
+    return next(init for folder in Path(path).parents if (init := f"{folder}/__init__.py") in files())
 
 
 def readers_of(path: str) -> set[str]:
@@ -95,34 +74,27 @@ def readers_of(path: str) -> set[str]:
 
     Of a file of Python only its path counts: other files have its name, too, and who names its folder imports it.
     """
-    exact, patterns = {path}, False
-    if not path.endswith(".py") or path.startswith("jobs/examples/"):
-        folders = [folder for folder in Path(path).parents if folder.name]
-        exact |= {Path(path).name, *map(str, folders), *(each.name for each in folders if len(each.parts) > 2)}
-        patterns = True
-    elif path.startswith(("tests/", "benchmarks/")):
-        exact |= {Path(path).name}
-    naming = {
-        file
-        for file, found in words().items()
-        if found & exact
-        or any("/" in word and path.endswith(f"/{word}") for word in found)
-        or (patterns and any(fnmatch.fnmatch(path, f"*{word}") for word in found if is_pattern(word)))
-    }
-    return {test for test in all_tests() if naming & reach(test).files}
+    name, folders = Path(path).name, list(Path(path).parents)[:-1]
+    only_path = path.endswith(".py") and not path.startswith("jobs/examples/")
 
+    def says(text: str) -> bool:
+        if only_path or path in text:
+            return path in text
+        if "*" in text:
+            return Path(text).suffix[1:].isalnum() and fnmatch.fnmatch(path, f"*{text}")
+        folder = text.rstrip("/")
+        return name in text or any(
+            str(each) == folder or (len(each.parts) > 2 and str(each).endswith(f"/{folder}")) for each in folders
+        )
 
-def is_pattern(word: str) -> bool:
-    """Return whether a word is a pattern of files of one kind."""
-    return "*" in word and Path(word).suffix[1:].isalnum()
+    naming = {file for file in files() if is_beside(file) and any(says(text) for text in strings(file))}
+    return set().union(*map(leading_to, naming))
 
 
 def report(changed: set[str], chosen: Choice) -> str:
     """Say what has changed and what was selected why."""
     selected = set().union(*chosen.values())
-    lines = [f"{len(changed)} files have changed", *(f"  {path}" for path in sorted(changed)[:SHOWN])]
-    if len(changed) > SHOWN:
-        lines.append(f"  and {len(changed) - SHOWN} more")
+    lines = [f"{len(changed)} files have changed", *(f"  {path}" for path in sorted(changed))]
     lines.append(f"{len(selected)} of {len(all_tests())} test files are selected")
     lines += [f"{len(tests):5}  {reason}" for reason, tests in sorted(chosen.items(), key=lambda each: -len(each[1]))]
     return "\n".join(lines)

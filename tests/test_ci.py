@@ -93,7 +93,7 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
         (tmp_path / name).chmod(0o755)
     (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
     ended = subprocess.run(
-        ["bash", "-c", "\n".join(["set -euo pipefail", FUNCTIONS, ROWS])],
+        ["bash", "-c", "\n".join(["set -euo pipefail", "since=", FUNCTIONS, ROWS])],
         cwd=tmp_path,
         env={**os.environ, "FAILS": fails},
         capture_output=True,
@@ -147,7 +147,7 @@ def test_since_a_commit_the_core_and_the_chosen_tests_run_and_each_can_fail_the_
         (tmp_path / name).chmod(0o755)
     (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
     ended = subprocess.run(
-        ["bash", "-c", "\n".join(["set -euo pipefail", FUNCTIONS, "since_ref main"])],
+        ["bash", "-c", "\n".join(["set -euo pipefail", "since=main", FUNCTIONS, ROWS])],
         cwd=tmp_path,
         env={**os.environ, "FAILS": fails, "CHOSEN": chosen},
         capture_output=True,

@@ -1,6 +1,5 @@
 """Which tests `.ci/run --since REF` selects, and that the mark `command` is where it belongs."""
 
-import ast
 import importlib.util
 import subprocess
 from pathlib import Path
@@ -8,13 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from support.imports import REPOSITORY, modules
-from support.reach import ARGVS, STARTING, WRITING, Source, all_tests, calls, marked, path_of, reach, sources, starts
+from support.imports import REPOSITORY
+from support.reach import STARTERS, STARTS, all_tests, closure, edges, files, found, marked, reach, runs_command, source
 from support.worktrees import commit, git, repository
 
 pytestmark = pytest.mark.slow
 
 UNKNOWN = "-".join("unknown")  # not written out: a string that names a file would select this test
+M = "muster"  # likewise: a string with a command would ask for the mark
 TABLES = "pipe/schedules/tables.py"
 # One reads all Python files, the other names some here.
 APART = {"tests/test_architecture.py", "tests/test_since.py"}
@@ -37,34 +37,55 @@ def selected(since: ModuleType, *paths: str) -> set[str]:
 
 
 def test_the_mark_command_is_on_the_files_that_start_processes_of_musters_and_on_no_others() -> None:
-    starting = {test for test in all_tests() if reach(test).starts}
-    assert {test for test in all_tests() if marked(test)} == starting
+    assert {test for test in all_tests() if marked(test)} == {test for test in all_tests() if runs_command(test)}
 
 
-def test_every_module_that_starts_processes_is_known_for_it() -> None:
-    asking = {path_of(name) for name, module in modules().items() if list(calls(module.tree, ARGVS))}
-    helpers = {"jobs/node/rank_parent.py", "jobs/saving/helper.py"}  # what these start is in the graph
-    assert asking == (STARTING | WRITING | helpers) - {"cloudlab/box/control.py"}
+def test_every_support_file_that_starts_processes_is_known_for_it() -> None:
+    others = [path for path in files() if path.startswith("tests/support/") and path != "tests/support/reach.py"]
+    starting = [path for path in others if STARTS.search(source(path))]
+    assert starting
+    for path in starting:
+        module = path.removeprefix("tests/").removesuffix(".py").replace("/", ".")
+        assert STARTERS.search(f"{module}\n{source(path)}"), path
 
 
 @pytest.mark.parametrize(
     ("text", "does"),
     [
-        ("run([sys.executable, '-m', 'muster', 'run'])", True),
-        ("call('-m', 'muster.jobs.train')", True),
-        ("folder / 'bin' / 'muster'", True),
-        ("module_argv(python, 'muster.launch.agent')", True),
-        ("run([sys.executable, '-m', 'pip'])", False),
-        ("folder / 'muster'", False),
+        (f'run([sys.executable, "-m", "{M}", "run"])', True),
+        (f'call("-m", "{M}.jobs.train")', True),
+        (f'folder / "bin" / "{M}"', True),
+        (f"sh -c 'python -m {M} run'", True),
+        (f"{'module'}_argv(python)", True),
+        (f'main(["{"run"}", "job.yaml"])', True),
+        ('main(["status"])', False),
+        ('run([sys.executable, "-m", "pip"])', False),
+        (f'folder / "{M}"', False),
     ],
 )
 def test_what_starts_a_process_of_musters(text: str, does: bool) -> None:
-    assert any(starts(node) for node in ast.walk(ast.parse(text))) == does
+    assert bool(STARTS.search(text)) == does
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("muster.pipe.schedules.tables.Table", TABLES),
+        ("muster.ddp.BucketedDDP", "ddp/bucketed.py"),
+        ("muster.ddp", "ddp/__init__.py"),
+        ("muster.session", "jobs/session/opening.py"),
+        ("support.worktrees.git", "tests/support/worktrees.py"),
+        ("ranks.on_ranks", "benchmarks/ranks.py"),
+        ("pathlib.Path", None),
+    ],
+)
+def test_where_a_dotted_name_leads(name: str, path: str | None) -> None:
+    assert found(name) == path
 
 
 def test_a_leaf_selects_the_tests_that_import_it_and_those_of_the_command(since: ModuleType) -> None:
     chosen = since.choose({TABLES})
-    imports = chosen["imports a changed module"]
+    imports = chosen["leads to a changed file"]
     assert {"tests/pipe/schedules/test_tables.py", "tests/pipe/test_pipeline_use.py"} <= imports
     assert imports.isdisjoint({"tests/cloudlab/test_rspec.py", "tests/ddp/test_buckets.py"})
     assert "tests/ddp/test_buckets.py" not in selected(since, TABLES)
@@ -91,13 +112,17 @@ def test_a_conftest_selects_its_folder_and_that_of_all_tests_everything(since: M
     chosen = selected(since, "tests/launch/scheduler/conftest.py")
     assert {test for test in all_tests() if test.startswith("tests/launch/scheduler/")} <= chosen
     assert "tests/ddp/test_buckets.py" not in chosen
-    assert selected(since, "tests/conftest.py") == {*all_tests()} - APART
+    for path in ("tests/conftest.py", "tests/support/box.py", "tests/rank_server.py"):
+        assert selected(since, path) == {*all_tests()} - APART
 
 
-def test_fixtures_and_what_runs_on_ranks_count() -> None:
-    assert "jobs/world/world.py" in reach("tests/ddp/test_buckets.py").modules  # by rank_server.py
-    assert "cloudlab/box/hosts.py" in reach("tests/slurm/test_in_the_box.py").modules  # by the fixture of a box
-    assert "cloudlab/box/hosts.py" not in reach("tests/ddp/test_buckets.py").modules
+def test_a_file_leads_to_imports_packages_and_what_its_strings_name() -> None:
+    assert {"jobs/world/world.py", "jobs/world/__init__.py"} <= edges("tests/ddp/test_buckets.py")
+    assert "benchmarks/faults/bench.py" in reach("tests/benchmarks/test_faults.py")  # by conftest.py beside it, too
+    assert "tests/rank_server.py" in edges("tests/conftest.py")  # a script
+    assert "jobs/node/warm.py" in edges("tests/support/warm.py")  # a module that is started
+    assert "launch/commands/why.py" in edges("tests/launch/test_why.py")  # a command
+    assert "tests/conftest.py" not in closure(*all_tests())
 
 
 def test_a_page_selects_the_tests_that_read_it(since: ModuleType) -> None:
@@ -108,7 +133,7 @@ def test_a_page_selects_the_tests_that_read_it(since: ModuleType) -> None:
 
 
 def test_what_is_gone_concerns_those_that_could_still_ask_for_it(since: ModuleType) -> None:
-    assert reach("tests/pipe/schedules/test_tables.py").test in selected(since, "pipe/schedules/gone.py")
+    assert "tests/pipe/schedules/test_tables.py" in selected(since, "pipe/schedules/gone.py")
     assert "tests/cloudlab/test_rspec.py" not in selected(since, "pipe/schedules/gone.py")
     assert selected(since, "tests/pipe/test_gone.py") == set()
     assert selected(since, f"tests/support/{UNKNOWN}.py") == {*all_tests()} - APART
@@ -164,10 +189,3 @@ def test_the_report_counts_by_reason(since: ModuleType) -> None:
 def test_bad_words_are_refused_in_one_message(words: list[str], message: str) -> None:
     ended = subprocess.run([REPOSITORY / ".ci/run", *words], capture_output=True, text=True, timeout=20, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (64, "", f".ci/run: {message}\n")
-
-
-def test_a_definition_counts_only_where_it_is_used() -> None:
-    source = Source("x.py", ast.parse("import a\nfrom b import c as d\nx, y = 1, 2\ndef f(): return d\n"))
-    assert sorted(source.defined) == ["f", "x", "y"]
-    assert sorted(source.bound) == ["a", "d"]
-    assert "tests/rank_server.py" in sources()

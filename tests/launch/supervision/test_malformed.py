@@ -40,7 +40,7 @@ from support.fake_agents import FakeAgent, live
 from support.messages import exited, hello
 from support.messages_drawn import instances
 
-pytestmark = [pytest.mark.command, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ODD = 1  # the node that misbehaves: ranks 2 and 3 are its own
 PROTOCOL = "its agent broke the protocol: "
