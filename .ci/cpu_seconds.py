@@ -23,10 +23,10 @@ def run(name: str, command: list[str]) -> int:
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command too
-    child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)).pid
+    child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while True:
         pid, status = os.wait()
-        if pid == child:
+        if pid == child.pid:  # the object has to live until now: at its end it would wait for a dead child itself
             break
     times = os.times()
     with Path(os.environ["CPU_SECONDS"]).open("a", encoding="utf-8") as file:

@@ -93,7 +93,7 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
         (tmp_path / name).chmod(0o755)
     (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
     ended = subprocess.run(
-        ["bash", "-c", "\n".join(["set -euo pipefail", FUNCTIONS, ROWS])],
+        ["bash", "-c", "\n".join(["set -euo pipefail", "since=", FUNCTIONS, ROWS])],
         cwd=tmp_path,
         env={**os.environ, "FAILS": fails},
         capture_output=True,
@@ -112,3 +112,53 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
     assert "CPU seconds: " in ended.stdout
     assert "  mypy\n" in ended.stdout
     assert sorted(calls) == sorted(["mypy", *(f"pytest {words}" for words in (*tests, "-m cluster and not soak"))])
+
+
+@pytest.mark.parametrize(
+    ("fails", "chosen", "code"),
+    [
+        ("nothing", "tests/test_a.py tests/b/test_b.py", 0),
+        ("nothing", "", 0),
+        ("mypy", "tests/test_a.py", 2),
+        ("core", "tests/test_a.py", 2),
+        ("since.py", "", 2),
+        ("and not cluster", "tests/test_a.py", 2),
+        ("-m cluster", "tests/test_a.py", 2),
+        ("none of these marks", "tests/test_a.py", 0),
+    ],
+)
+def test_since_a_commit_the_core_and_the_chosen_tests_run_and_each_can_fail_the_build(
+    tmp_path: Path, fails: str, chosen: str, code: int
+) -> None:
+    """mypy, pytest and the program that chooses are replaced by programs that record their arguments."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/cpu_seconds.py").symlink_to(COUNTER)
+    called = 'echo "${0##*/} $*" >>calls; case "$0 $*" in *"$FAILS"*) exit 2; esac'
+    none = '; case "$FAILS $*" in "none of these marks"*slow*|"none of these marks"*cluster*) exit 5; esac'
+    choosing = f'{called}; for each in $CHOSEN; do echo "$each"; done'
+    for name, text in (
+        ("setup.sh", "exit 0"),
+        (".venv/bin/mypy", called),
+        (".venv/bin/pytest", called + none),
+        (".venv/bin/python", choosing),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(["set -euo pipefail", "since=main", FUNCTIONS, ROWS])],
+        cwd=tmp_path,
+        env={**os.environ, "FAILS": fails, "CHOSEN": chosen},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (code, "")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = [re.sub(r" --durations=\d+| ?-o cache_dir=\S+", "", call) for call in calls]
+    slow = "slow and not gpu and not cluster and not soak"
+    selected = [f"pytest -m {marks} {chosen}" for marks in (slow, "cluster and not soak") if chosen]
+    assert calls == ["mypy ", "pytest -m core", "python .ci/since.py main", *selected]
+    assert "CPU seconds: " in ended.stdout

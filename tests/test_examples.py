@@ -22,7 +22,7 @@ from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 from support.soak import only_some
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 Ended = subprocess.CompletedProcess[str]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 

@@ -25,7 +25,7 @@ from support.live import LiveRun, wait_until
 from support.soak import only_some
 from support.transcripts import REPOSITORY, fences, pattern
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 
 OWN = EXAMPLES / "own"
 # torchrun 2.13 keeps its store when it restarts workers; gloo then dials the addresses of those that died.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.soak, pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.command, pytest.mark.soak, pytest.mark.ranks, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent
 GPT2 = {

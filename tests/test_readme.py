@@ -20,7 +20,7 @@ from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 from support.transcripts import MARKER, REPOSITORY, Ended, Transcript, fences, followed, pattern, transcripts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md"))}

@@ -19,7 +19,7 @@ from support.package_index import PackageIndex, serving, sha256, wheel
 from support.soak import only_some
 from support.users import AS_ATTACKER, needs_root, public_folder
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.timeout(300), pytest.mark.slow]
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
 OLD = ("", ".10", ".11", ".12", ".13", ".14")  # the names that setup.sh looks for, behind python3

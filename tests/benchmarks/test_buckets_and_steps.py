@@ -10,6 +10,8 @@ from muster.collectives_bench.cost import profile
 from muster.collectives_bench.cost.exposed import Compute
 from muster.jobs.runfolder.rundir import RunDir
 
+pytestmark = pytest.mark.command
+
 SINGLES = {str(size): [0.3e-3 + size / 1.3e9] * 4 + [1.0] for size in bucket_size.SIZES}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from muster.launch.look.steps import PARTS, Measured, MeasuredStep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 def a_run(seconds: float, ended: float) -> Measured:

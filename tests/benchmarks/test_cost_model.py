@@ -11,7 +11,7 @@ from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.files import write_result
 from support.costs import OnLinks, OnOneHost, drawn
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 OPERATIONS = ("all_reduce", "broadcast", "all_to_all")
 

@@ -12,6 +12,8 @@ import exposed
 
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.command
+
 
 def buckets(world: World) -> list:
     return exposed.measure_ddp([0.001, 25.0], repeats=2, samples=1, tiny=True)

@@ -15,6 +15,8 @@ from faults.matrix import ABSENT, FAULTS
 from faults.state import digest, largest_difference
 from faults.table import BOX, Expected, Fault, Outcome, Row, line
 
+pytestmark = pytest.mark.command
+
 
 def test_every_fault_of_the_matrix_has_a_row_or_a_reason() -> None:
     assert {each.number for each in (*FAULTS, *ABSENT)} == set(range(1, 25))

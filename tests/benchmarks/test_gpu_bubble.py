@@ -12,6 +12,8 @@ from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.simulate import simulate
 from muster.pipe.schedules.tables import schedule
 
+pytestmark = pytest.mark.command
+
 
 def said(name: str, late_s: float = 0.0) -> dict[str, Any]:
     """Tell a row of a step that went as simulated, but for its last action."""

@@ -3,6 +3,8 @@
 import gpu_tensor
 import pytest
 
+pytestmark = pytest.mark.command
+
 
 def said(**samples: list[float]) -> list[dict]:
     rows = [{"say": "sample", "side": name, "step_ms": time} for name, times in samples.items() for time in times]

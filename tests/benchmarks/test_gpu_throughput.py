@@ -5,6 +5,8 @@ import pytest
 from gpu_pipes import worst_of
 from gpu_rows import ROWS, Row, side
 
+pytestmark = pytest.mark.command
+
 SPECS = (
     side("slow ddp", "torch"),
     side("fast ddp", "torch"),

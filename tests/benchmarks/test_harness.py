@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 import harness
 import ranks
 
+pytestmark = pytest.mark.command
+
 
 def test_sides_take_turns_and_the_first_rounds_are_dropped():
     called: list[str] = []

@@ -6,6 +6,8 @@ import made_steps
 import pytest
 from ranks import on_ranks
 
+pytestmark = pytest.mark.command
+
 
 @pytest.mark.soak  # only people run this script, and they see if it fails
 @pytest.mark.ranks

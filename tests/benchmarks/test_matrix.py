@@ -15,7 +15,7 @@ from faults.table import Fault
 
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 @pytest.mark.ranks

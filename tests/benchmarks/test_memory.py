@@ -13,7 +13,7 @@ import torch
 
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 def small(world: World) -> list:

@@ -8,6 +8,8 @@ from pathlib import Path
 import own_lines
 import pytest
 
+pytestmark = pytest.mark.command
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -16,6 +16,8 @@ from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.simulate import simulate
 from muster.pipe.schedules.tables import schedule
 
+pytestmark = pytest.mark.command
+
 CELLS = (("sleep", "zb1p"), ("sleep", "interleaved"))
 
 

@@ -3,10 +3,13 @@
 from collections import Counter
 from itertools import combinations
 
+import pytest
 import slow_links
 from slow_links import Case, cases_of, is_right
 
 from muster.collectives_bench.results.slow import Findings, Slow
+
+pytestmark = pytest.mark.command
 
 
 def findings(*named: tuple[str, tuple[int, ...]]) -> Findings:

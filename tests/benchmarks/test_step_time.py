@@ -15,7 +15,7 @@ import train_sides
 from muster.jobs.world.world import World
 from muster.pipe.schedules.tables import schedule
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 # (group, size, sides): fsdp2 and PyTorch's pipelines take 2 s to import.
 CELLS = (

@@ -11,7 +11,7 @@ import zero_wire
 
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 def small(world: World) -> dict:

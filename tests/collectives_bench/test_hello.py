@@ -17,7 +17,7 @@ from muster.launch import cli
 from support.bench import by_hand
 from support.live import LiveRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 LINE = re.compile(r"rank (\d) of (\d) on node (\d) \((\S+), pid \d+\): the ranks sum to (\d+), in \d+\.\d\d ms")
 

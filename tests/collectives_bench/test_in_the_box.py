@@ -12,7 +12,7 @@ from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.slow import slow
 from support.box import LiveBox
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.command, pytest.mark.cluster]
 
 
 def bench(folder: Path, *words: str, within: tuple[str, ...] = ()) -> str:

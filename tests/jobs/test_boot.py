@@ -12,6 +12,8 @@ import pytest
 
 from muster.jobs.basics.boot import CODE_ROOT, module_argv
 
+pytestmark = pytest.mark.command
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOT = REPOSITORY / "launch" / "boot.py"
 TELL = """

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from muster.jobs.hosts.nodelist import expand, fold
 
+pytestmark = pytest.mark.command
+
 LISTS = [
     "n1",
     "n01,n02",

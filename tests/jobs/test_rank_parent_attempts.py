@@ -15,7 +15,7 @@ from muster.launch.common.processes import start_ticks
 from support.live import wait_until
 from support.warm import DEAF, ESCAPES, SLEEP, Warm, state_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 RUNS = """
 import time

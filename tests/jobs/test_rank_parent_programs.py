@@ -11,7 +11,7 @@ from muster.launch.common.processes import start_ticks
 from support.live import wait_until
 from support.warm import SLEEP, STUBBORN, Warm
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 SESSION = """
 import faulthandler, os, signal, sys, time

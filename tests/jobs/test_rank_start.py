@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.warm import DEADLINE_S, Warm
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 
 # What a rank is given -------------------------------------------------------------------------------------------------

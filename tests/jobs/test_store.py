@@ -13,6 +13,8 @@ from torch.distributed import TCPStore
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.machine import ports
 
+pytestmark = pytest.mark.command
+
 ELSEWHERE = "127.0.0.2"  # all of 127.0.0.0/8 is this host
 WAIT = timedelta(seconds=20)
 

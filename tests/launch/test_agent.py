@@ -21,7 +21,7 @@ from muster.launch.wire.codec import decode
 from muster.launch.wire.messages import FROM_AGENT, Beat, Bye, Hello
 from support.agents import LOOPBACK, port_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 TEXT = st.characters(exclude_categories=["Cs"])
 

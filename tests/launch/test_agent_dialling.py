@@ -13,6 +13,8 @@ from muster.jobs.basics.handshake import node_key
 from muster.launch import agent
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, closed_port, port_of, prove_supervisor
 
+pytestmark = pytest.mark.command
+
 KEY = node_key(RUN_SECRET, 0)
 NO_VARIABLE = {agent.SECRET: ""}
 

@@ -11,6 +11,8 @@ import pytest
 
 from muster.jobs.basics.boot import CODE_ROOT, module_argv
 
+pytestmark = pytest.mark.command
+
 SHOW = "import json, sys\nprint(json.dumps([__name__, __file__, __package__, __spec__.name, sys.argv, sys.path]))\n"
 LOADED = "import sys\nprint(*sys.modules)\n"
 

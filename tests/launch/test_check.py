@@ -11,7 +11,7 @@ from muster.launch.cli import main
 from muster.launch.common.fingerprint import fingerprint
 from support.box import LiveBox
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 JOB = "name: look\nnodes: 2\ncommand: ['true']\n"
 TRAIN = "name: look\nnodes: 2\ntrain: {model: vgg11, data: digits, device: cuda}\n"

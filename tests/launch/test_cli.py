@@ -12,6 +12,8 @@ import pytest
 from muster.jobs.basics import errors
 from muster.launch import cli
 
+pytestmark = pytest.mark.command
+
 
 def run_python(*arguments: str, **fields) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

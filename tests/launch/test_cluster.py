@@ -16,7 +16,7 @@ from support.box import BoxUser, LiveBox, ended
 from support.live import wait_until
 from support.soak import only_some
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(180)]
 
 NODES = 3  # the fewest whose sums depend on their order
 TRAINING = f"""

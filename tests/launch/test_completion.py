@@ -12,6 +12,8 @@ from muster.jobs.runfolder.rundir import new_run
 from muster.launch.cli import PHRASES, main
 from muster.launch.commands.completion import completions
 
+pytestmark = pytest.mark.command
+
 
 def test_commands_options_choices_and_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(tmp_path, "hello")

@@ -19,6 +19,8 @@ from muster.launch.supervision.console import MOST_LISTED, Console
 from support.live import LiveRun
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
+pytestmark = pytest.mark.command
+
 REPOSITORY = Path(__file__).parents[2]
 RUN = RunDir(runs_root(None) / "demo-1")
 PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}

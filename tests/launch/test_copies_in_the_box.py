@@ -11,7 +11,7 @@ from support.exact_jobs import STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(200)]
 
 
 def job(nodes: int, pause_s: float, **checkpoint: int) -> str:

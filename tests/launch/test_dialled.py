@@ -24,7 +24,7 @@ from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Bye
 from support.agents import Gate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))

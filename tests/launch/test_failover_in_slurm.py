@@ -15,7 +15,7 @@ from support import live
 from support.box import BoxUser, LiveBox
 from support.exact_jobs import tokens
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DEADLINE_S = 120.0
 JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"

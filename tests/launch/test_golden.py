@@ -16,6 +16,8 @@ import pytest
 
 from muster.jobs.basics import exits
 
+pytestmark = pytest.mark.command
+
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
     "asynchronous-": "3 ranks ended with 0, without rank 3 on node 3 (vm)",

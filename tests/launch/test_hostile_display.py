@@ -10,7 +10,7 @@ import pytest
 
 from support.terminals import ATTACKS, HOSTILE, forbidden_in, on_terminal, through_pipes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 LOOKS = (
     ("list",),

@@ -17,7 +17,7 @@ from support.live import DEADLINE_S
 from support.soak import only_some
 from support.sshd import ADDRESSES, Sshd
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.command, pytest.mark.ranks]
 
 NAMES = ("muster", "cloudlab", "collectives_bench", "ddp", "jobs", "launch", "pipe", "slurm", "zero")
 # A process of Muster's that imports one of these ends; the user's own program, which sets OWN, finds all of them.

@@ -16,7 +16,7 @@ from support.exact_jobs import GPT, STEPS, TRAIN, tokens
 from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
 
 MODEL = TRAIN["model"]
 

@@ -35,7 +35,7 @@ from support.agents import LOOPBACK, Supervised, program, rank
 from support.live import parent_of, wait_until
 from support.warm import state_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 SLEEPS = "import os, time\nprint('ready')\ntime.sleep(1000)"
 RUNS = """

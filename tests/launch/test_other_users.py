@@ -23,7 +23,7 @@ from muster.launch.common import storage
 from muster.launch.common.processes import start_ticks
 from support.users import ATTACKER, VICTIM, command, give, muster_as, needs_root, public_folder, succeeds_as
 
-pytestmark = [needs_root, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, needs_root, pytest.mark.ranks, pytest.mark.slow]
 
 JOB = "name: hello\nnodes: 1\nranks_per_node: 1\ncommand: [sh, -c, '{}']\n"
 NEWEST = "hello-20990101T000000.000Z-ffffff"

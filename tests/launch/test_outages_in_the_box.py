@@ -19,7 +19,7 @@ from support.exact_jobs import GPT, tokens
 from support.live import LiveRun, wait_until
 from support.terminals import through_pipes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TRAINING: dict[str, Any] = {
     "name": "outage",

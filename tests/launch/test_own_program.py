@@ -17,6 +17,8 @@ from muster.launch.common.program_words import job_text, split
 from support.live import DEADLINE_S
 from support.sshd import ADDRESSES, Sshd
 
+pytestmark = pytest.mark.command
+
 SCRIPT = "import os, sys; print(sys.prefix, os.environ['RANK'], *sys.argv[1:])\n"
 
 

@@ -15,7 +15,7 @@ from muster.launch.cli import main
 from support.live import LiveRun
 from support.terminals import through_pipes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parents[1] / "support" / "own_program.py"
 

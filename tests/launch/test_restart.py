@@ -14,7 +14,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.cli import main
 from support.live import LiveRun, argv, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 # A rank sleeps until the attempt that is to end well.
 FAILING = """

@@ -21,6 +21,8 @@ from muster.launch.submit.removing import REMOVED
 from muster.launch.sweeps.sweep import SweepPoint, SweepRecord
 from support.users import VICTIM, muster_as, needs_root, public_folder
 
+pytestmark = pytest.mark.command
+
 OLD = "old-20250101T000000Z-000001"
 NEW = "new-20250102T000000Z-000002"
 SWEEP = "sweep-s-20250101T000000Z-00000a"

@@ -12,7 +12,7 @@ import pytest
 from muster.jobs.runfolder.rundir import RunDir, list_runs, make_run, run_path
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 
 def test_every_rank_gets_its_variables_and_its_own_log_and_rank_0_is_shown(tmp_path: Path) -> None:

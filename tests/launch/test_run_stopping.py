@@ -12,7 +12,7 @@ from muster.jobs.machine.linux import descendants, kill_quietly
 from muster.launch.common.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, argv, parent_of, two_by_two, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 from muster.launch import cli
 from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 SAVING = TRAINING + "checkpoint: {every_steps: 100000}\n"
 

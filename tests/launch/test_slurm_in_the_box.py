@@ -13,7 +13,7 @@ from muster.launch.supervision.console import Console
 from support.box import BoxUser, ended
 from support.live import argv, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(180)]
 
 DEADLINE_S = 90.0
 SLEEP = "import os, time; print('rank', os.environ['RANK'], flush=True); time.sleep(120)"

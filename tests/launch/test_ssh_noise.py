@@ -17,7 +17,7 @@ from muster.launch.cli import main
 from muster.launch.submit.sync import sync
 from support.live import LiveRun
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.command, pytest.mark.ranks]
 
 SSH = """#!/bin/bash
 for last; do :; done

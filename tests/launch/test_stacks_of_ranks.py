@@ -11,7 +11,7 @@ from muster.launch.supervision.stacks import Blamed, absent
 from support.live import wait_until
 from support.warm import Warm
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 RANKS = 3
 JOB = """

@@ -12,7 +12,7 @@ from muster.jobs.runfolder.rundir import RunDir, find_run
 from muster.launch.common.event_rows import typed_lines
 from muster.launch.records.runstate import read_state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 MODEL = """
 import os, time

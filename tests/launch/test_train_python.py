@@ -15,7 +15,7 @@ from support.bare_torch import torch_alone
 from support.live import LiveRun
 from support.sshd import ADDRESSES, Sshd
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.slow, pytest.mark.ranks]
 
 # On PYTHONPATH, which Muster's own processes do not read: each warm process writes a line.
 WITNESS = "import os, sys; print(sys.prefix, *sys.orig_argv, file=open(os.environ.get('WITNESS', os.devnull), 'a'))\n"

@@ -15,7 +15,7 @@ import pytest
 from support.live import TRAINING, LiveRun, wait_until
 from support.terminals import environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.slow, pytest.mark.ranks]
 
 JOB = f"{TRAINING}restart: {{max: 2}}\ncheckpoint: {{every_steps: 10}}\n"
 

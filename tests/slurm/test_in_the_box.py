@@ -22,7 +22,7 @@ from muster.slurm.states import JobState, is_hopeless, is_orphan, outcome
 from muster.slurm.steps import srun_argv
 from support.box import LiveBox
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(180)]
 
 DEADLINE_S = 90.0
 

@@ -12,6 +12,8 @@ from muster.jobs.basics import exits
 from muster.launch.cli import main
 from support.boxes import leftovers, muster, number_of
 
+pytestmark = pytest.mark.command
+
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
     """Run a `muster box` command to its end."""

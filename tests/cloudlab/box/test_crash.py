@@ -19,7 +19,7 @@ from muster.cloudlab.box.spec import BoxSpec, netns_pattern
 from muster.jobs.basics.errors import RefusedError
 from support.boxes import leftovers, muster, number_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.command, pytest.mark.cluster]
 
 
 def count(folder: Path, pattern: str) -> int:

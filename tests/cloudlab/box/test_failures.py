@@ -18,7 +18,7 @@ from muster.cloudlab.box.status import NodeStatus
 from muster.jobs.basics.errors import RefusedError
 from support.boxes import leftovers, processes, ssh
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.command, pytest.mark.cluster]
 
 # A server that says hello to whoever comes and then echoes; it runs in a node.
 ECHO = """

@@ -17,7 +17,7 @@ from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 from support.boxes import leftovers, ssh
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.command, pytest.mark.cluster]
 
 
 def test_every_node_has_its_own_name_address_home_links_and_processes(box: Box) -> None:

@@ -9,7 +9,7 @@ from muster.cloudlab.box.control import Box
 from muster.cloudlab.box.network import burst_bytes
 from muster.jobs.basics.errors import UsageError
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.command, pytest.mark.cluster]
 
 RATE = 80_000_000  # bits a second: 10 MB/s
 SIZE = 2_000_000

@@ -10,7 +10,7 @@ from muster.cloudlab.box.control import Box
 from muster.cloudlab.box.processes import wait_until
 from support.boxes import ssh
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(120)]
 
 START_S = 20.0
 

@@ -18,6 +18,8 @@ from muster.cloudlab.box.tools import Tools
 from muster.jobs.basics.errors import RefusedError, RunFolderError, UsageError
 from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
+pytestmark = pytest.mark.command
+
 SPECS = st.builds(
     BoxSpec,
     name=st.from_regex(r"[A-Za-z0-9][\w.-]{0,31}", fullmatch=True).filter(str.isascii),

@@ -11,7 +11,7 @@ from support.bench import blocks
 from support.box import LiveBox
 from support.live import LiveRun, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 JOB = "name: net\nnodes: {nodes}\nbench: {{operation: {what}, sizes: {sizes}, launches: {launches}, {more}}}\n"
 

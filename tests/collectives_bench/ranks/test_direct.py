@@ -9,7 +9,7 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks import direct
 from support.bench import blocks, by_hand
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 QUICK = ["--operation", "all_reduce,barrier", "--sizes", "4K", "--launches", "2", "--block-s", "0.02"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from muster.jobs.basics import exits
 from muster.launch.cli import main
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 DEADLINE_S = 60
 

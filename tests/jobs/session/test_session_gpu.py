@@ -12,7 +12,7 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from support.live import LiveRun, wait_until
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu(2), pytest.mark.ranks]
 
 PROGRAM = """
 import os, sys, time

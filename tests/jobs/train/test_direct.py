@@ -24,7 +24,7 @@ from muster.launch.records.runstate import read_state
 from support.live import LiveRun
 from support.modules import run_module
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).parent / "direct.yaml"

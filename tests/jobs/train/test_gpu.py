@@ -16,7 +16,7 @@ from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
 SHARED = [name for name in MODES if name not in ("single", "terapipe", TENSOR)]
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
 nodes: {nodes}

@@ -25,7 +25,7 @@ from support.live import LiveRun
 from support.resuming import TINY_VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu, pytest.mark.ranks]
 
 STEPS = 14
 UNEVEN = (4, 9, 11, 12)  # steps of the other form: the fourth of them is recorded, too

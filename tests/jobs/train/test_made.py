@@ -27,6 +27,8 @@ from muster.jobs.user import code
 from muster.jobs.world.world import World
 from support.live import LiveRun
 
+pytestmark = pytest.mark.command
+
 MADE = Path(__file__).parents[2] / "support" / "made"
 NET = {"make": "net.py:build"}
 NOISY = {"make": "net.py:noisy"}

@@ -8,7 +8,7 @@ from muster.jobs.runfolder.memory_rows import KINDS
 from muster.launch.look.memories import formula_of, read_memories
 from support.live import LiveRun
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu(2), pytest.mark.ranks]
 
 JOB = """
 nodes: 1

@@ -14,7 +14,7 @@ from muster.jobs.trace.events import Trace, read_trace
 from muster.jobs.trace.kinds import is_communication_kernel
 from support.live import LiveRun
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.gpu, pytest.mark.ranks]
 
 # In fp32 and of this size the device is behind the host, so that kernels wait to run beside NCCL's.
 JOB = """

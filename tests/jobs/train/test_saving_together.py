@@ -28,7 +28,7 @@ from muster.jobs.world.world import World
 from support.checkpoints import Told
 from support.resuming import GPT, attempt
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 JOB = {**GPT, "mode": "ddp", "log_every": 1, "steps": 500}
 

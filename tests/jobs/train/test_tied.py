@@ -22,6 +22,8 @@ from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.world.world import World
 from support.live import LiveRun
 
+pytestmark = pytest.mark.command
+
 MADE = Path(__file__).parents[2] / "support" / "made"
 JOB = {
     "model": {"make": "net.py:tied"},

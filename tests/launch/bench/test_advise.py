@@ -10,6 +10,8 @@ from muster.launch import cli
 from muster.launch.bench.goodput import FailingRun
 from muster.launch.common.kinds import KINDS
 
+pytestmark = pytest.mark.command
+
 JOB = """\
 name: nano
 nodes: 4

@@ -21,7 +21,7 @@ from muster.launch.bench.grid import prepare_worlds
 from muster.launch.commands.bench import configure, grid_of
 from support.live import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
 

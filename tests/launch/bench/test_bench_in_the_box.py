@@ -10,7 +10,7 @@ import pytest
 from muster.collectives_bench.records import Result
 from support.box import LiveBox
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(180)]
 
 QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
 

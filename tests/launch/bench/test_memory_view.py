@@ -10,6 +10,8 @@ from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.shapes import GPT_SHAPES
 from muster.launch.cli import main
 
+pytestmark = pytest.mark.command
+
 JOB = """
 name: held
 nodes: 4

@@ -16,7 +16,7 @@ from muster.launch.bench.model_view import ModelView
 from support import measured
 from support.timings import end, header, peak, settings, timed, without_times, write_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 TINY = ("--batch", "2", "--context", "16", "--vocabulary", "300", "--steps", "2", "--launches", "2", "--no-matmul")
 

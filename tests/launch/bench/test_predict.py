@@ -14,6 +14,8 @@ from muster.launch import cli
 from muster.launch.bench.source import parse_rate, parse_time
 from support.costs import OnLinks, OnOneHost, drawn
 
+pytestmark = pytest.mark.command
+
 MB = 2**20
 
 

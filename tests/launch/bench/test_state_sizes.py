@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from muster.launch.bench.state_sizes import BINARY, DECIMAL, StateSizesRequest, size_in, sizes_of
 from muster.launch.cli import main
 
+pytestmark = pytest.mark.command
+
 GB = 1e9
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from muster.launch.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 FAST = ("--link", "1gbit", "--latency", "500us")
 JOB = """

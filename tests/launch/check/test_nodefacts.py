@@ -21,7 +21,7 @@ from muster.launch.node.nodefacts import facts, run_probes
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 def test_a_node_says_what_it_is_and_has() -> None:

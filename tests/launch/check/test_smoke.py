@@ -8,6 +8,8 @@ import pytest
 from muster.launch.check.smoke import networks_in
 from muster.launch.cli import main
 
+pytestmark = pytest.mark.command
+
 JOB = "name: look\nnodes: 2\nenv: {MARK: '1'}\ncommand: ['true']\n"
 
 

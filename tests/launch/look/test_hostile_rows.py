@@ -17,7 +17,7 @@ from muster.launch.records.runstate import read_state
 from muster.launch.records.slurm_job import KEPT, SlurmJob
 from support.memory import little_memory
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 HUGE = 3_000_000_000
 

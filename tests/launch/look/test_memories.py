@@ -12,6 +12,8 @@ from muster.launch import cli
 from muster.launch.common.storage import Courier, files_of, keep
 from muster.launch.look.memories import read_memories
 
+pytestmark = pytest.mark.command
+
 MB = 2**20
 JOB = """
 name: held

@@ -24,6 +24,8 @@ from muster.launch.look.plots.thin import MOST_POINTS, thinned
 from muster.launch.look.steps import PARTS, Measured, read_measured
 from support.measured_runs import make_run
 
+pytestmark = pytest.mark.command
+
 HOSTILE = r"_$\frac{</title><script>alert(1)</script>&#0;" + "\x1b[31m\u202e" + 60 * "long "
 Made = tuple[Path, list[RunRow], dict[str, list[Measured]]]
 

@@ -9,6 +9,8 @@ from muster.jobs.basics import exits
 from muster.launch.cli import main
 from muster.launch.look.proof_view import render
 
+pytestmark = pytest.mark.command
+
 ROWS = [
     {"name": "mean", "title": "gradients are the mean", "state": "ok", "evidence": "of 3 steps"},
     {"name": "overlap", "title": "collectives overlap", "state": "fails", "evidence": "rank 0: 0 of 2 are early"},

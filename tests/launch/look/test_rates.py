@@ -17,6 +17,8 @@ from muster.launch.look.steps import Measured, read_measured
 from muster.launch.records.runrows import step_rate
 from support.measured_runs import make_run
 
+pytestmark = pytest.mark.command
+
 GPT = {"d_model": 32, "d_ff": 64, "layers": 4, "heads": 2, "context": 32, "vocabulary": 64}
 TOKENS = 8 * 32  # of a batch
 PROGRAM = """import muster, torch.distributed

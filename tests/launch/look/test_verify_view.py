@@ -12,7 +12,7 @@ from muster.jobs.spec.modes import MODES
 from muster.launch.look.verify_view import render
 from support.terminals import through_pipes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 LONG_NAME = "block2.attention.output.weight"
 

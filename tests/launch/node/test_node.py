@@ -13,6 +13,8 @@ from muster.launch.common.fingerprint import fingerprint
 from muster.launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
 from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 
+pytestmark = pytest.mark.command
+
 
 @pytest.fixture
 def agent(start_agent) -> Started:

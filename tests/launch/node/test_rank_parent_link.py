@@ -12,7 +12,7 @@ import pytest
 from muster.launch.node import rank_parent_link
 from muster.launch.node.rank_parent_link import RankParentLink
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 SLOW = """
 import json, os, socket, sys, time

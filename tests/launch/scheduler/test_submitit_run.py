@@ -28,7 +28,7 @@ from support.box import BoxUser, ended
 from support.live import argv, parent_of, wait_until
 from support.slurm_commands import FakeSlurm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 # Sleeps in its first attempt, and ends in every later one.
 AGAIN = """

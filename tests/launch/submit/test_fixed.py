@@ -16,6 +16,8 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.rules import told_division
 from muster.jobs.spec.train import TrainSettings
 
+pytestmark = pytest.mark.command
+
 GPT = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "context": 16, "vocabulary": 64, "dropout": 0.1}
 SHORT = {"data": "synthetic", "batch_size": 12, "steps": 6, "log_every": 1, "evaluate": False, "device": "cpu"}
 TRAIN = {"model": GPT, **SHORT, "mode": "1f1b", "exact": True}

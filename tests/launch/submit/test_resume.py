@@ -31,6 +31,8 @@ from muster.launch.submit.request import Request
 from muster.launch.supervision.resumption import with_checkpoint
 from support.checkpoints import Saved
 
+pytestmark = pytest.mark.command
+
 TRAIN = {"model": "gpt-nano", "data": "python-source", "batch_size": 8, "epochs": 2}
 JOB = {"name": "vgg", "nodes": 2, "train": TRAIN, "checkpoint": {"every_steps": 10}}
 COMMAND = {"name": "vgg", "command": ["true"]}

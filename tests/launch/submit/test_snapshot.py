@@ -24,7 +24,7 @@ from muster.launch.submit.codestore import store_of
 from muster.launch.submit.snapshot import CodeSnapshot, moved_link, take
 from support.worktrees import commit, git, repository, write
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from muster.launch.sweeps.grids import SweptKey, read_grid, read_grids, split_va
 from muster.launch.sweeps.sweep import SweepRecord, complaint, exit_code, find_sweep, points_of
 from support.live import argv, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 NANO = """
 name: nano

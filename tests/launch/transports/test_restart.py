@@ -29,6 +29,8 @@ from muster.launch.wire.keys import KEY
 from muster.launch.wire.messages import Bye
 from support.agents import Gate
 
+pytestmark = pytest.mark.command
+
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
 

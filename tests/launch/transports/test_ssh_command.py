@@ -22,6 +22,8 @@ from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.ssh_command import explain, ssh_argv
 from support.sshd import Sshd, closed_port, make_key
 
+pytestmark = pytest.mark.command
+
 ALIAS = Host("n0", "10.10.1.1")
 PLACED = Host("n0", "10.10.1.1", 4, Login("pc7.example.org", "alice", 2222))
 

@@ -27,6 +27,8 @@ from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Beat, Start
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, Started, port_of
 
+pytestmark = pytest.mark.command
+
 DIALLED = "10.10.1.1:61000"
 SECRET_OF_RUN = new_secret()
 

@@ -13,7 +13,7 @@ from muster.jobs.spec.load import load_job
 from muster.jobs.spec.plain import spelled
 from muster.launch.common.kinds import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 
 def measured(folder: Path, train: dict[str, object], **asked: object) -> dict[str, object]:
