@@ -22,6 +22,8 @@ from muster.launch.cli import command_of
 from muster.launch.common.kinds import KINDS
 from muster.launch.common.program_words import parse
 
+pytestmark = pytest.mark.command
+
 ROOT = Path(__file__).parents[1]
 COURSE: Final = ROOT / "jobs/examples/course"
 PAGE = (ROOT / "docs/course.md").read_text(encoding="utf-8")

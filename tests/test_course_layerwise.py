@@ -7,7 +7,7 @@ import pytest
 from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 PROGRAM = EXAMPLES / "course/layerwise.py"
 

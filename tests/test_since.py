@@ -87,37 +87,37 @@ def test_a_leaf_selects_the_tests_that_import_it_and_those_of_the_command(since:
     chosen = since.choose({TABLES})
     imports = chosen["leads to a changed file"]
     assert {"tests/pipe/schedules/test_tables.py", "tests/pipe/test_pipeline_use.py"} <= imports
-    assert imports.isdisjoint({"tests/cloudlab/test_rspec.py", "tests/ddp/test_buckets.py"})
-    assert "tests/ddp/test_buckets.py" not in selected(since, TABLES)
+    assert imports.isdisjoint({"tests/cloudlab/test_rspec.py", "tests/jobs/test_hostnames.py"})
+    assert "tests/jobs/test_hostnames.py" not in selected(since, TABLES)
     assert "tests/launch/test_run.py" in selected(since, TABLES)
 
 
 def test_a_file_of_the_launcher_selects_all_tests_of_the_command(since: ModuleType) -> None:
     chosen = selected(since, "launch/transports/ssh.py")
     assert {test for test in all_tests() if marked(test)} <= chosen
-    assert "tests/ddp/test_buckets.py" not in chosen
+    assert "tests/jobs/test_hostnames.py" not in chosen
 
 
 def test_a_test_selects_itself(since: ModuleType) -> None:
-    assert selected(since, "tests/ddp/test_buckets.py") == {"tests/ddp/test_buckets.py"}
+    assert selected(since, "tests/jobs/test_hostnames.py") == {"tests/jobs/test_hostnames.py"}
 
 
 def test_a_support_file_selects_those_that_use_it(since: ModuleType) -> None:
     chosen = selected(since, "tests/support/sshd.py")
     assert "tests/launch/test_ssh_transport.py" in chosen
-    assert "tests/ddp/test_buckets.py" not in chosen
+    assert "tests/jobs/test_hostnames.py" not in chosen
 
 
 def test_a_conftest_selects_its_folder_and_that_of_all_tests_everything(since: ModuleType) -> None:
     chosen = selected(since, "tests/launch/scheduler/conftest.py")
     assert {test for test in all_tests() if test.startswith("tests/launch/scheduler/")} <= chosen
-    assert "tests/ddp/test_buckets.py" not in chosen
+    assert "tests/jobs/test_hostnames.py" not in chosen
     for path in ("tests/conftest.py", "tests/support/box.py", "tests/rank_server.py"):
         assert selected(since, path) == {*all_tests()} - APART
 
 
 def test_a_file_leads_to_imports_packages_and_what_its_strings_name() -> None:
-    assert {"jobs/world/world.py", "jobs/world/__init__.py"} <= edges("tests/ddp/test_buckets.py")
+    assert {"jobs/world/world.py", "jobs/world/__init__.py"} <= edges("tests/jobs/test_hostnames.py")
     assert "benchmarks/faults/bench.py" in reach("tests/benchmarks/test_faults.py")  # by conftest.py beside it, too
     assert "tests/rank_server.py" in edges("tests/conftest.py")  # a script
     assert "jobs/node/warm.py" in edges("tests/support/warm.py")  # a module that is started
@@ -128,7 +128,7 @@ def test_a_file_leads_to_imports_packages_and_what_its_strings_name() -> None:
 def test_a_page_selects_the_tests_that_read_it(since: ModuleType) -> None:
     chosen = selected(since, "docs/course.md")
     assert {"tests/test_course.py", "tests/test_readme.py"} <= chosen
-    assert "tests/ddp/test_buckets.py" not in chosen
+    assert "tests/jobs/test_hostnames.py" not in chosen
     assert "tests/test_examples.py" in selected(since, "jobs/examples/vgg11.yaml")
 
 
