@@ -34,6 +34,7 @@ NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bar
 ROOT = Path(__file__).parent.parent
 LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
+Program = Callable[..., subprocess.CompletedProcess[str]]
 # Settings of whoever runs the tests that would change what the tests see: job systems, terminals, launchers, languages.
 FOREIGN = ("MUSTER_", "SLURM_", "PMI_", "OMPI_", "LC_", "NCCL_", "GLOO_", "TORCHELASTIC_", "PDSH_", "SBATCH_", "SRUN_")
 FOREIGN_NAMES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"}
@@ -176,6 +177,33 @@ def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
     made.close()
 
 
+def asked(server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
+    """Send a request to the server of ranks; return its answer."""
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer: dict[str, Any] = json.loads(server.stdout.readline())
+    return answer
+
+
+@pytest.fixture
+def forked_program(rank_server: subprocess.Popen[str], tmp_path: Path) -> Program:
+    """Return a caller: `forked_program(path, argument, ..., env={...})` runs a program that has imported torch already.
+
+    It is like `python PATH ARGUMENT ...`, without the two CPU seconds of the import. A test of what a program imports,
+    or of how one ends, needs a process of its own.
+    """
+
+    def call(
+        program: Path, *arguments: str, env: dict[str, str], deadline_s: float = 90.0
+    ) -> subprocess.CompletedProcess[str]:
+        out, err = tmp_path / "forked.out", tmp_path / "forked.err"
+        request = {"program": str(program), "arguments": arguments, "env": env, "deadline_s": deadline_s}
+        answer = asked(rank_server, {**request, "out": str(out), "err": str(err)})
+        return subprocess.CompletedProcess([str(program), *arguments], answer["code"], out.read_text(), err.read_text())
+
+    return call
+
+
 @pytest.fixture
 def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
@@ -197,10 +225,7 @@ def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest)
             "deadline_s": deadline_s,
             "group": group,
         }
-        assert rank_server.stdout is not None
-        rank_server.stdin.write(json.dumps(order) + "\n")
-        rank_server.stdin.flush()
-        answer = json.loads(rank_server.stdout.readline())
+        answer = asked(rank_server, order)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(answer["errors"]) if text]
         assert not failed, "\n".join(failed)
         results: list[Any] = answer["results"]
