@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from support.box import BoxUser, LiveBox
 from support.cpu_seconds import spent
 from support.live import LiveRun
+from support.programs import Programs
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
 # busy the machine is.
@@ -34,7 +36,6 @@ NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bar
 ROOT = Path(__file__).parent.parent
 LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
-Program = Callable[..., subprocess.CompletedProcess[str]]
 # Settings of whoever runs the tests that would change what the tests see: job systems, terminals, launchers, languages.
 FOREIGN = ("MUSTER_", "SLURM_", "PMI_", "OMPI_", "LC_", "NCCL_", "GLOO_", "TORCHELASTIC_", "PDSH_", "SBATCH_", "SRUN_")
 FOREIGN_NAMES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"}
@@ -186,22 +187,9 @@ def asked(server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, A
 
 
 @pytest.fixture
-def forked_program(rank_server: subprocess.Popen[str], tmp_path: Path) -> Program:
-    """Return a caller: `forked_program(path, argument, ..., env={...})` runs a program that has imported torch already.
-
-    It is like `python PATH ARGUMENT ...`, without the two CPU seconds of the import. A test of what a program imports,
-    or of how one ends, needs a process of its own.
-    """
-
-    def call(
-        program: Path, *arguments: str, env: dict[str, str], deadline_s: float = 90.0
-    ) -> subprocess.CompletedProcess[str]:
-        out, err = tmp_path / "forked.out", tmp_path / "forked.err"
-        request = {"program": str(program), "arguments": arguments, "env": env, "deadline_s": deadline_s}
-        answer = asked(rank_server, {**request, "out": str(out), "err": str(err)})
-        return subprocess.CompletedProcess([str(program), *arguments], answer["code"], out.read_text(), err.read_text())
-
-    return call
+def programs(rank_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Start programs that have imported torch already."""
+    return Programs(partial(asked, rank_server), tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 One JSON line in:  {"file": ..., "function": ..., "world_size": n, "arguments": {...}, "deadline_s": s, "group": bool}
 One JSON line out: {"results": [value or null, ...], "errors": [text or null, ...]}
 
-It also runs whole programs, as `python PROGRAM ARGUMENT ...` would, without the seconds of an import of torch:
+It also runs whole programs, in forks that `support/programs.py` describes:
 
-One JSON line in:  {"program": path, "arguments": [...], "env": {...}, "out": path, "err": path, "deadline_s": s}
-One JSON line out: {"code": exit status}
+{"start": [FILE, ARGUMENT, ...], "env": {...}, "cwd": path, "files": [standard input, output, error]}  ->  {"pid": pid}
+{"wait": pid, "deadline_s": s}  ->  {"code": exit status, negative after a signal}
 
 Each rank is a fork in a process group of its own; at the deadline all are killed. Ranks that are left when one fails
 are given a moment to fail too, then killed. Warnings are errors on ranks as they are in the tests.
@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import json
 import os
+import runpy
 import select
 import selectors
 import signal
@@ -45,6 +46,7 @@ import muster.jobs.spec.load
 import muster.jobs.spec.train
 import muster.jobs.train.parallel.fsdp
 import muster.jobs.train.verify  # noqa: F401
+from muster.jobs.machine import linux
 from muster.jobs.world.world import World
 
 AFTER_FAILURE_S = 5.0
@@ -60,11 +62,13 @@ def main() -> dict[str, Any] | None:
     gc.freeze()  # what is imported stays shared between the forks
     for line in sys.stdin:
         request = json.loads(line)
-        if "program" in request:
+        if "start" in request:
             pid = os.fork()
             if pid == 0:
                 return request
-            answer = {"code": ended(pid, request["deadline_s"])}
+            answer = {"pid": pid}
+        elif "wait" in request:
+            answer = {"code": status_of(request["wait"], request["deadline_s"])}
         else:
             answer = serve(request)
         answers.write(json.dumps(answer) + "\n")
@@ -72,8 +76,8 @@ def main() -> dict[str, Any] | None:
     return None
 
 
-def ended(pid: int, deadline_s: float) -> int:
-    """Wait for a program, which is killed at its deadline; return its exit status, negative after a signal."""
+def status_of(pid: int, deadline_s: float) -> int:
+    """Wait for a program, which is killed at its deadline."""
     descriptor = os.pidfd_open(pid)
     if not select.select([descriptor], [], [], deadline_s)[0]:
         os.kill(pid, signal.SIGKILL)
@@ -81,25 +85,27 @@ def ended(pid: int, deadline_s: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def prepared(request: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Make this fork look like a new interpreter that runs a program; return its code and its global names."""
-    for number, (path, flags) in enumerate(
-        [(os.devnull, os.O_RDONLY), *((request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("out", "err"))]
-    ):
-        descriptor = os.open(path, flags)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+def run_program(argv: list[str], files: list[str], cwd: str, env: dict[str, str]) -> None:
+    """Run a program in this fork, as a new interpreter does."""
+    linux.die_with_parent(os.getppid())
+    os.setsid()
+    for descriptor, path in enumerate(files):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY)
+        os.dup2(opened, descriptor)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(request["env"])
-    program = request["program"]
-    sys.argv = [program, *request["arguments"]]
-    sys.orig_argv = [sys.executable, *sys.argv]
-    sys.path[0] = str(Path(program).parent)
-    sys.stdin = open(0)  # noqa: PTH123, SIM115 - as long as the interpreter
+    os.environ.update(env)
+    sys.stdin = open(0)  # noqa: SIM115 - for as long as this process lives
+    sys.orig_argv = [sys.executable, *argv]
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
     sys.modules["__main__"] = module = types.ModuleType("__main__")
-    module.__file__ = program
-    return compile(Path(program).read_text(), program, "exec"), vars(module)
+    module.__file__ = argv[0]
+    exec(compile(Path(argv[0]).read_text(), argv[0], "exec"), vars(module))
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
@@ -192,20 +198,22 @@ def load(path: Path, function: str) -> Any:
 
 
 def leave() -> None:
-    """End this program, after its own handlers: freeing a thousand modules one by one takes 0.3 s of CPU time."""
+    """End a program after all its own handlers. To free a thousand modules one by one takes 0.3 s of CPU time."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 if __name__ == "__main__" and (request := main()):
-    code, names = prepared(request)
     status = 1
     atexit.register(leave)
     try:
-        exec(code, names)
+        run_program(request["start"], request["files"], request["cwd"], request["env"])
         status = 0
     except SystemExit as error:
-        status = int((*error.args, 0)[0] or 0)
+        status = code if isinstance(code := (*error.args, 0)[0] or 0, int) else 1
+        raise
+    except KeyboardInterrupt:
+        atexit.unregister(leave)  # the interpreter then ends by the signal
         raise
 # Nothing follows: a session takes a program whose outermost frame has returned for one that came to its end.

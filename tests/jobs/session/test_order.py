@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Program
+from support.programs import Programs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -91,13 +91,13 @@ NAMES = re.findall(r'^    "(.*?)": lambda', PROGRAM, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_batch_comes_once_and_in_the_same_order(tmp_path: Path, forked_program: Program, name: str) -> None:
+def test_each_batch_comes_once_and_in_the_same_order(tmp_path: Path, programs: Programs, name: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
     def read(runs: str, stop_after: int, code: int, **variables: str) -> list[str]:
         env = {**os.environ, "MUSTER_RUNS": str(tmp_path / runs), "OMP_NUM_THREADS": "1", **variables}
-        ended = forked_program(program, name, str(stop_after), env=env)
+        ended = programs.run(program, name, str(stop_after), env=env)
         assert ended.returncode == code, ended.stdout + ended.stderr
         assert "used twice" not in ended.stderr
         return re.findall("SEEN (.*)", ended.stdout)

@@ -22,7 +22,7 @@ from muster.jobs.runfolder.direct import placement_of
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runstate import read_state
 from support.live import LiveRun
-from support.modules import run_module
+from support.programs import Programs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -87,10 +87,14 @@ def hand(tmp_path_factory) -> Hand:
 
 
 @pytest.fixture
-def run_here(on_ranks, tmp_path_factory) -> Callable[..., list]:
+def run_here(programs: Programs) -> Callable[..., list]:
     """Return a function that runs `jobs.train` with each list of arguments, in forks."""
-    said = tmp_path_factory.mktemp("said")
-    return lambda *argvs: run_module(on_ranks, "muster.jobs.train", argvs, environment(), said)
+
+    def run(*argvs: list[str]) -> list:
+        started = [programs.start("-m", "muster.jobs.train", *argv, env=environment()) for argv in argvs]
+        return [(ended.stdout, ended.stderr, ended.returncode) for ended in (each.wait() for each in started)]
+
+    return run
 
 
 @pytest.fixture
