@@ -22,8 +22,12 @@ def _of(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in _text(file).split()]
+
+
+def _text(file: Path) -> str:
+    """Return what a file of a thread has; nothing if the thread has ended."""
     try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        return file.read_text()
     except OSError:
-        return []
+        return ""

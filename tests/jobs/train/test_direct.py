@@ -120,7 +120,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
+def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(programs, hand, tmp_path):
     (out, err, code), (silent, _, other_code) = hand.results
     assert (code, other_code, silent) == (0, 0, ""), err
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step")] == ["1/4", "3/4", "4/4"]
@@ -131,10 +131,10 @@ def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
     for rank in range(2):
         assert len((hand.run / "attempt-000" / f"metrics-{rank:05d}.jsonl").read_text().splitlines()) == 4
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [*torchrun, *port, "-m", "muster.jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    command = [*torchrun, *port, "-m", "muster.jobs.train", JOB, "--runs", tmp_path / "torchrun"]
+    done = programs.run(*command, env=environment())
     assert done.returncode == 0, done.stderr
     assert losses(only_run(tmp_path / "torchrun")) == losses(hand.run)
 
