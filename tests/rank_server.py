@@ -39,6 +39,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+import torch.utils.flop_counter
 
 import muster.collectives_bench.catalog
 import muster.jobs.spec.job
