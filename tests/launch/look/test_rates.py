@@ -31,7 +31,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "data x pipe, zero": {"data": 2, "pipe": 2, "zero": 1},
     "data x tensor": {"data": 2, "tensor": 2},
     "data x tensor, zero": {"data": 2, "tensor": 2, "zero": 2},
-    "pipe x tensor": {"pipe": 2, "tensor": 2},
+    "pipe x tensor": {"pipe": 2, "tensor": 2, "microbatches": 2},
 }
 
 
