@@ -22,7 +22,11 @@ def _of(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in _text(file).split()]
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    return [int(child) for thread in threads for child in _text(thread / "children").split()]
 
 
 def _text(file: Path) -> str:
