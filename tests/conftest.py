@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from support.box import BoxUser, LiveBox
 from support.cpu_seconds import spent
 from support.live import LiveRun
+from support.programs import Programs
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
 # busy the machine is.
@@ -176,6 +178,20 @@ def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
     made.close()
 
 
+def asked(server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
+    """Send a request to the server of ranks; return its answer."""
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer: dict[str, Any] = json.loads(server.stdout.readline())
+    return answer
+
+
+@pytest.fixture
+def programs(rank_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Start programs that have imported torch already."""
+    return Programs(partial(asked, rank_server), tmp_path_factory.mktemp("programs"))
+
+
 @pytest.fixture
 def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
@@ -197,10 +213,7 @@ def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest)
             "deadline_s": deadline_s,
             "group": group,
         }
-        assert rank_server.stdout is not None
-        rank_server.stdin.write(json.dumps(order) + "\n")
-        rank_server.stdin.flush()
-        answer = json.loads(rank_server.stdout.readline())
+        answer = asked(rank_server, order)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(answer["errors"]) if text]
         assert not failed, "\n".join(failed)
         results: list[Any] = answer["results"]

@@ -117,7 +117,7 @@ def test_a_conftest_selects_its_folder_and_that_of_all_tests_everything(since: M
 
 
 def test_a_file_leads_to_imports_packages_and_what_its_strings_name() -> None:
-    assert {"jobs/world/world.py", "jobs/world/__init__.py"} <= edges("tests/jobs/test_hostnames.py")
+    assert {"jobs/world/world.py", "jobs/world/__init__.py"} <= edges("tests/ddp/test_buckets.py")
     assert "benchmarks/faults/bench.py" in reach("tests/benchmarks/test_faults.py")  # by conftest.py beside it, too
     assert "tests/rank_server.py" in edges("tests/conftest.py")  # a script
     assert "jobs/node/warm.py" in edges("tests/support/warm.py")  # a module that is started

@@ -99,7 +99,8 @@ def report_errors(
         where = f"rank {rank}" if (done := step()) is None else f"rank {rank}, after {done} steps"
         if isinstance(error, MusterError):
             reporter.failed(error, peer=isinstance(error, StartTimeoutError))
-            print(f"muster: {where}: {error}", file=sys.stderr, flush=True)
+            # sys.stderr may be a buffer of torch.distributed's own hook, which is lost with os._exit
+            print(f"muster: {where}: {error}", file=sys.__stderr__, flush=True)
             sys.stdout.flush()
             os._exit(error.exit_code)  # an exception hook cannot set the exit code in any other way
         reporter.failed(error, peer=is_lost_peer(error))

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -171,7 +172,11 @@ def make_deterministic(settings: "TrainSettings") -> None:
     """Make this process's kernels deterministic if the job asks for it."""
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read when CUDA starts
-        torch.use_deterministic_algorithms(True)
+        if "torch._inductor" in sys.modules:
+            torch.use_deterministic_algorithms(True)
+        else:  # that function would import the compiler, which takes two CPU seconds of every rank
+            torch.set_deterministic_debug_mode("error")
+            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read if a model imports the compiler later
 
 
 def open_same_data(job: "Job", world: World, opened: Data | None = None) -> Data:

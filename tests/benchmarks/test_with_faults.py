@@ -93,7 +93,7 @@ def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp
 
 
 def test_a_right_class_on_a_loaded_machine_does_not_hang(on_ranks):
-    # rank 1 computes for 0.6 s on a core that it shares with 12 processes, while rank 0 waits for it
+    # rank 1 computes for 0.6 s on a core that it shares with 6 processes, while rank 0 waits for it
     asked = {"text": "starved.py:Starved", "folder": str(ROOT / "tests/support/made"), "silent_s": 3.0}
     record = prove(on_ranks, [{**asked, "probes": ("unused",)}])["starved.py:Starved"]
     assert not {"no-hang", "runs", "mean", "unused"} & set(failing(record)), record

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.launch import cli
 from support.bench import by_hand
 from support.live import LiveRun
+from support.programs import Program, Programs
 
 pytestmark = [pytest.mark.command, pytest.mark.slow]
 
@@ -30,10 +30,10 @@ def said(line: str) -> tuple[int, int, int, str, int]:
     return int(rank), int(world_size), int(node), host, int(total)
 
 
-def bench(env: RankEnv | None, *arguments: str) -> "subprocess.Popen[str]":
+def bench(programs: Programs, env: RankEnv | None, *arguments: str) -> Program:
     """Start one rank by hand."""
     variables = {**env.variables(), "GLOO_SOCKET_IFNAME": "lo"} if env else {}
-    return by_hand("muster.collectives_bench", *arguments, **variables)
+    return by_hand(programs, "muster.collectives_bench", *arguments, **variables)
 
 
 @pytest.mark.ranks
@@ -48,22 +48,25 @@ def test_three_ranks_started_by_muster_say_where_they_are_and_agree_on_the_sum(t
 
 
 @pytest.mark.ranks
-def test_two_ranks_started_by_hand_with_torchruns_variables_do_the_same() -> None:
+def test_two_ranks_started_by_hand_with_torchruns_variables_do_the_same(programs: Programs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     job = Job(nodes=2, kind="command", settings=CommandSettings(argv=["-"]))
     placement = place(job, [Host("n0", "127.0.0.1"), Host("n1", "127.0.0.1")])
-    started = [bench(placement.rank_env(rank, master_port=port)) for rank in (1, 0)]
-    ends = [rank.communicate(timeout=50) for rank in started]
-    assert [rank.returncode for rank in started] == [0, 0], ends
-    assert [said(out.strip()) for out, _ in ends] == [(rank, 2, rank, socket.gethostname(), 1) for rank in (1, 0)]
+    started = [bench(programs, placement.rank_env(rank, master_port=port)) for rank in (1, 0)]
+    ends = [rank.wait() for rank in started]
+    assert [rank.returncode for rank in ends] == [0, 0], ends
+    assert [said(rank.stdout.strip()) for rank in ends] == [(rank, 2, rank, socket.gethostname(), 1) for rank in (1, 0)]
 
 
 @pytest.mark.ranks
-def test_a_rank_whose_variables_nobody_set_and_an_unknown_operation_are_said_in_one_line() -> None:
-    started = [bench(None), bench(RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1), "--operation", "helo")]
-    (_, unset), (_, unknown) = [rank.communicate(timeout=50) for rank in started]
-    assert [rank.returncode for rank in started] == [78, 2]
+def test_a_rank_whose_variables_nobody_set_and_an_unknown_operation_are_said_in_one_line(
+    programs: Programs,
+) -> None:
+    env = RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1)
+    ends = [bench(programs, None).wait(), bench(programs, env, "--operation", "helo").wait()]
+    assert [rank.returncode for rank in ends] == [78, 2]
+    unset, unknown = [rank.stderr for rank in ends]
     assert unset == ("muster: environment: RANK is not set; start this through muster, torchrun, srun or mpirun\n")
     assert unknown.splitlines()[-1].startswith(
         "python -m muster.collectives_bench: error: argument --operation: unknown operation 'helo'; "

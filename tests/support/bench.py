@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.world import World
+from support.programs import Program, Programs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -92,17 +91,10 @@ def measure(world: World, settings: dict[str, Any], out: str, port: int, fault: 
     return conduct(BenchTask(BenchSettings(**settings), env, Path(out), "test", 30.0))
 
 
-def by_hand(*argv: str, folder: Path | None = None, **variables: str) -> "subprocess.Popen[str]":
+def by_hand(programs: Programs, *argv: str, folder: Path | None = None, **variables: str) -> Program:
     """Start a module as a user would; nothing is set that its starter did not set."""
     clean = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("MUSTER")}
-    return subprocess.Popen(
-        [sys.executable, "-m", *argv],
-        env={**clean, "PYTHONPATH": str(REPOSITORY), **variables},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return programs.start("-m", *argv, env={**clean, "PYTHONPATH": str(REPOSITORY), **variables}, cwd=folder)
 
 
 def free_port() -> int:

@@ -24,6 +24,14 @@ def _of(pid: int) -> float:
 def _children(pid: int) -> list[int]:
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
     except OSError:
         return []
+    return [int(child) for thread in threads for child in _text(thread / "children").split()]
+
+
+def _text(file: Path) -> str:
+    """Return what a file of a thread has; nothing if the thread has ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

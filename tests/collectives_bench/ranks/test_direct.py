@@ -8,17 +8,19 @@ import torch.distributed as dist
 
 from muster.collectives_bench.ranks import direct
 from support.bench import blocks, by_hand
+from support.programs import Programs
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 QUICK = ["--operation", "all_reduce,barrier", "--sizes", "4K", "--launches", "2", "--block-s", "0.02"]
 
 
-def test_torchrun_starts_it_its_own_store_is_used_and_rank_0_prints_and_writes(tmp_path: Path) -> None:
+def test_torchrun_starts_it_its_own_store_is_used_and_rank_0_prints_and_writes(
+    programs: Programs, tmp_path: Path
+) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "muster.collectives_bench"]
-    started = by_hand(*torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path)
-    out, err = started.communicate(timeout=55)
-    assert started.returncode == 0, err
-    assert "verdict: OK" in out
+    ended = by_hand(programs, *torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path).wait()
+    assert ended.returncode == 0, ended.stderr
+    assert "verdict: OK" in ended.stdout
     found = blocks(tmp_path / "mine.jsonl")
     assert {each["world"]["ranks"] for each in found} == {2}
     assert [(each["launch"], each["state"]) for each in found] == [(0, "ok")] * 2 + [(1, "ok")] * 2

@@ -1,6 +1,8 @@
 """Programs that use a session wrongly: one message, which rank, what to do, and an exit code. Nothing hangs."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from muster.jobs.basics import exits
 from muster.launch.cli import main
+from support.programs import Programs
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
@@ -114,10 +117,25 @@ RANKS = {
 }
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", list(RANKS))
-def test_all_ranks_refuse_together(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_refuse_together(name: str, programs: Programs, tmp_path: Path) -> None:
     code, message = RANKS[name]
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\nimport muster\n{code}\n")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = str(listening.getsockname()[1])
+    env = {**os.environ, "MUSTER_RUNS": str(tmp_path / "runs"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    started = [programs.start(script, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ended = [each.wait() for each in started]
+    said = rf"^muster: rank \d.*: {re.escape(message)}"
+    assert {each.returncode for each in ended if re.search(said, each.stderr, re.MULTILINE)} == {exits.REFUSED}, ended
+    assert all(each.returncode for each in ended), ended
+
+
+@pytest.mark.timeout(150)
+def test_muster_run_ends_with_what_its_ranks_refuse(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, message = RANKS["a state that differs"]
     script = tmp_path / "train.py"
     script.write_text(f"import sys\nimport muster\n{code}\n")
     ended = main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), sys.executable, str(script)])

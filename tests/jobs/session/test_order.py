@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.programs import Programs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -90,28 +90,22 @@ print("END")
 NAMES = re.findall(r'^    "(.*?)": lambda', PROGRAM, re.MULTILINE)
 
 
-def read(folder: Path, name: str, stop_after: int, code: int, **variables: str) -> list[str]:
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    ended = subprocess.run(
-        [sys.executable, str(program), name, str(stop_after)],
-        env={**os.environ, "MUSTER_RUNS": str(folder / "runs"), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    assert "used twice" not in ended.stderr
-    return re.findall("SEEN (.*)", ended.stdout)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_each_batch_comes_once_and_in_the_same_order(tmp_path: Path, name: str) -> None:
-    (tmp_path / "whole").mkdir()
-    whole = read(tmp_path / "whole", name, 0, 0)
+def test_each_batch_comes_once_and_in_the_same_order(tmp_path: Path, programs: Programs, name: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def read(runs: str, stop_after: int, code: int, **variables: str) -> list[str]:
+        env = {**os.environ, "MUSTER_RUNS": str(tmp_path / runs), "OMP_NUM_THREADS": "1", **variables}
+        ended = programs.run(program, name, str(stop_after), env=env)
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        assert "used twice" not in ended.stderr
+        return re.findall("SEEN (.*)", ended.stdout)
+
+    whole = read("whole", 0, 0)
     assert len(whole) == 30
-    parts = read(tmp_path, name, 14, 75)  # within the second epoch
+    parts = read("runs", 14, 75)  # within the second epoch
     resume = {"MUSTER_RESUME": next(each.name for each in (tmp_path / "runs").glob("program-*"))}
-    parts += read(tmp_path, name, 3, 75, **resume)  # within the same one again
-    parts += read(tmp_path, name, 0, 0, **resume)
+    parts += read("runs", 3, 75, **resume)  # within the same one again
+    parts += read("runs", 0, 0, **resume)
     assert parts == whole

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.programs import Programs
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PROGRAM = """
@@ -133,16 +135,16 @@ if sys.argv[3:] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
-def test_torchrun_with_a_given_id_continues_its_own_program(tmp_path: Path, in_slurm: bool) -> None:
+def test_torchrun_with_a_given_id_continues_its_own_program(programs: Programs, tmp_path: Path, in_slurm: bool) -> None:
     program = tmp_path / "train.py"
     program.write_text(WITH_ANOTHER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     torchrun += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", "77", "--max-restarts", "1", str(program), "x"]
     env = {**os.environ, "MUSTER_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
     env.update({"SLURM_JOB_ID": "5"} if in_slurm else {})
 
     def lines() -> list[str]:
-        ended = subprocess.run([*torchrun, "0.1", *torchrun], env=env, capture_output=True, text=True, timeout=110)
+        ended = programs.run(*torchrun, "0.1", sys.executable, *torchrun, env=env)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return [line for line in ended.stdout.splitlines() if line.startswith("RUN")]
 

@@ -12,6 +12,7 @@ from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.machine import linux
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.helper import WriterProcess
+from support.programs import Programs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -79,9 +80,12 @@ def run_program(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedP
     ],
 )
 def test_a_signal_to_all_processes_saves_although_a_loader_has_workers(
-    tmp_path: Path, name: str, how: str, context: str, code: int
+    programs: Programs, tmp_path: Path, name: str, how: str, context: str, code: int
 ) -> None:
-    ended = run_program(tmp_path, TRAINING, name, how, context)
+    program = tmp_path / "program.py"
+    program.write_text(TRAINING)
+    env = {**os.environ, "MUSTER_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    ended = programs.run(program, name, how, context, env=env)
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert ", saved\n" in ended.stdout
     assert "was not saved" not in ended.stderr

@@ -22,7 +22,7 @@ from muster.jobs.runfolder.direct import placement_of
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runstate import read_state
 from support.live import LiveRun
-from support.modules import run_module
+from support.programs import Programs
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
@@ -87,10 +87,14 @@ def hand(tmp_path_factory) -> Hand:
 
 
 @pytest.fixture
-def run_here(on_ranks, tmp_path_factory) -> Callable[..., list]:
+def run_here(programs: Programs) -> Callable[..., list]:
     """Return a function that runs `jobs.train` with each list of arguments, in forks."""
-    said = tmp_path_factory.mktemp("said")
-    return lambda *argvs: run_module(on_ranks, "muster.jobs.train", argvs, environment(), said)
+
+    def run(*argvs: list[str]) -> list:
+        started = [programs.start("-m", "muster.jobs.train", *argv, env=environment()) for argv in argvs]
+        return [(ended.stdout, ended.stderr, ended.returncode) for ended in (each.wait() for each in started)]
+
+    return run
 
 
 @pytest.fixture
@@ -116,7 +120,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
+def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(programs, hand, tmp_path):
     (out, err, code), (silent, _, other_code) = hand.results
     assert (code, other_code, silent) == (0, 0, ""), err
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step")] == ["1/4", "3/4", "4/4"]
@@ -127,10 +131,10 @@ def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
     for rank in range(2):
         assert len((hand.run / "attempt-000" / f"metrics-{rank:05d}.jsonl").read_text().splitlines()) == 4
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [*torchrun, *port, "-m", "muster.jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    command = [*torchrun, *port, "-m", "muster.jobs.train", JOB, "--runs", tmp_path / "torchrun"]
+    done = programs.run(*command, env=environment())
     assert done.returncode == 0, done.stderr
     assert losses(only_run(tmp_path / "torchrun")) == losses(hand.run)
 

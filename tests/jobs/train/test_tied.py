@@ -33,6 +33,7 @@ JOB = {
     "mode": "single",
 }
 MODES = ("allreduce", "bucketed", "ddp", "zero1", "zero2", "zero3", "fsdp")
+KINDS = ("allreduce", "ddp", "zero3", "fsdp")  # one of each kind of wrapper, where every mode compiles anew
 
 
 def trained(world: World, folder: Path, keys: dict[str, Any]) -> Trainer:
@@ -43,12 +44,12 @@ def trained(world: World, folder: Path, keys: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def of_modes(world: World, folder: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Train in every mode; return the squared norms of the whole state, and the names of the parts to save."""
+def of_modes(world: World, folder: str, keys: dict[str, Any], modes: list[str]) -> dict[str, Any]:
+    """Train in some modes; return the squared norms of the whole state, and the names of the parts to save."""
     warnings.simplefilter("ignore")  # the compiler itself reads what torch warns of
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     found = {}
-    for mode in MODES:
+    for mode in modes:
         engine = trained(world, Path(folder), {**keys, "mode": mode}).engine
         norms = {name: float(each.double().square().sum()) for name, each in engine.model.full_state().items()}
         found[mode] = {"norms": norms, "parts": [part.piece.name for part in engine.held_state()]}
@@ -58,16 +59,23 @@ def of_modes(world: World, folder: str, keys: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {"compile": True}, {"compile": True, "activation_checkpointing": True}, {"model": {"compile": True}}],
-    ids=["plain", "compiled", "recomputed", "compiled by the user"],
+    ("keys", "modes"),
+    [
+        ({}, MODES),
+        ({"compile": True}, MODES),
+        ({"compile": True, "activation_checkpointing": True}, KINDS),
+        ({"model": {"compile": True}}, KINDS),
+        pytest.param({"compile": True, "activation_checkpointing": True}, MODES, marks=pytest.mark.soak),
+        pytest.param({"model": {"compile": True}}, MODES, marks=pytest.mark.soak),
+    ],
+    ids=["plain", "compiled", "recomputed", "compiled by the user", "all recomputed", "all compiled by the user"],
 )
-def test_every_mode_trains_a_tied_model_and_saves_the_same_names(on_ranks, tmp_path, keys):
+def test_every_mode_trains_a_tied_model_and_saves_the_same_names(on_ranks, tmp_path, keys, modes):
     args = keys.get("model", {})
     keys = {**keys, "model": {"make": "net.py:tied", "args": args}} if args else keys
-    one, two = on_ranks(2, of_modes, folder=str(tmp_path), keys=keys, deadline_s=200.0)
+    one, two = on_ranks(2, of_modes, folder=str(tmp_path), keys=keys, modes=modes, deadline_s=200.0)
     names = {*one["allreduce"]["parts"], *two["allreduce"]["parts"]}
-    for mode in MODES:
+    for mode in modes:
         assert one[mode]["norms"] == pytest.approx(one["allreduce"]["norms"], rel=1e-4), mode
         assert {*one[mode]["parts"], *two[mode]["parts"]} == names, mode
 

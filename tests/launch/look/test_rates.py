@@ -1,8 +1,8 @@
 """Every command shows batch x steps / time as the rate of a run, in every mode and product, on real ranks."""
 
 import json
-import subprocess
-import sys
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from muster.launch.look.plots.series import plot_of
 from muster.launch.look.steps import Measured, read_measured
 from muster.launch.records.runrows import step_rate
 from support.measured_runs import make_run
+from support.programs import Programs
 
 pytestmark = pytest.mark.command
 
@@ -32,30 +33,37 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "data x pipe, zero": {"data": 2, "pipe": 2, "zero": 1},
     "data x tensor": {"data": 2, "tensor": 2},
     "data x tensor, zero": {"data": 2, "tensor": 2, "zero": 2},
-    "pipe x tensor": {"pipe": 2, "tensor": 2},
+    "pipe x tensor": {"pipe": 2, "tensor": 2, "microbatches": 2},
 }
 
 
-def trained(root: Path, split: dict[str, Any], ranks: int) -> RunDir:
-    train = {"model": GPT, "data": "synthetic", "batch_size": 8, "steps": 12, "log_every": 5, "device": "cpu"}
+def trained(programs: Programs, root: Path, split: dict[str, Any], ranks: int) -> RunDir:
+    train = {"model": GPT, "data": "synthetic", "batch_size": 8, "steps": 7, "log_every": 3, "device": "cpu"}
     (root / "job.yaml").write_text(yaml.safe_dump({"ranks_per_node": ranks, "train": {**train, **split}}))
-    return begun(root, "job.yaml")
+    return begun(programs, root, ranks, "-m", "muster.jobs.train", "job.yaml", "--runs", "runs")
 
 
-def begun(root: Path, *words: str) -> RunDir:
-    argv = [sys.executable, "-m", "muster", "run", "--quiet", "--runs", "runs", *words]
-    done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return RunDir(next((root / "runs").iterdir()))
+def begun(programs: Programs, root: Path, ranks: int, *argv: str) -> RunDir:
+    """Run a program on ranks of this machine, as torchrun does; return the folder of the run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MUSTER_RUNS": str(root / "runs"), "OMP_NUM_THREADS": "1"}
+    ours |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    started = [programs.start(*argv, cwd=root, env={**os.environ, **ours, **own}) for own in each]
+    for ended in [rank.wait() for rank in started]:
+        assert ended.returncode == 0, ended.stderr
+    return RunDir(next((root / "runs").glob("[!.]*")))
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [*MODES, *PRODUCTS])
-def test_the_rate_is_that_of_the_global_batch(tmp_path: Path, mode: str) -> None:
+def test_the_rate_is_that_of_the_global_batch(programs: Programs, tmp_path: Path, mode: str) -> None:
     product = PRODUCTS.get(mode)
     ranks = 4 if product else 1 if mode == "single" else 2
-    run = trained(tmp_path, {"parallel": product} if product else {"mode": mode}, ranks)
+    run = trained(programs, tmp_path, {"parallel": product} if product else {"mode": mode}, ranks)
     measured = read_measured(run, skip=1)
     agree(measured, TOKENS)
     (row,) = compared({"a": [measured]}, "a")
@@ -78,9 +86,9 @@ def agree(measured: Measured, units: float) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_program_that_logs_no_samples_has_its_steps_counted_once(tmp_path: Path) -> None:
+def test_a_program_that_logs_no_samples_has_its_steps_counted_once(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    measured = read_measured(begun(tmp_path, "-n", "2", "--", sys.executable, "program.py"), skip=1)
+    measured = read_measured(begun(programs, tmp_path, 2, "program.py"), skip=1)
     assert (measured.ranks, measured.unit) == (2, "steps/s")
     agree(measured, 1.0)
 

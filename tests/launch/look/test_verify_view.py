@@ -84,7 +84,8 @@ def test_what_is_outside_the_class_is_named_and_fails() -> None:
 def test_a_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
     ranks = 3
     job = tmp_path / "job.yaml"
-    settings = f"{{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 7, steps: 2}}"
+    model = "{d_model: 16, d_ff: 32, layers: 2, heads: 2, context: 16}"
+    settings = f"{{model: {model}, data: synthetic, mode: {mode}, batch_size: 7, steps: 2}}"
     job.write_text(f"ranks_per_node: {ranks}\ntrain: {settings}\n")
     code, out, err = through_pipes("verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs"), "--json")
     assert code == 0, err

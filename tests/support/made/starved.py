@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 from torch import nn
 
-BUSY = 12
+BUSY = 6
 CPU_S = 0.6
 # A busy process dies with the one that started it.
 SPINNING = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"

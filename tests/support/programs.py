@@ -1,0 +1,51 @@
+"""Programs in forks of `rank_server.py`, which has imported torch: a start costs 0.05 s of CPU time, not 2 s."""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Program:
+    """A started program. Its standard output and error are the files `out` and `err`."""
+
+    def __init__(self, ask: Ask, argv: list[str], pid: int, out: Path, err: Path) -> None:
+        self._ask, self.argv, self.pid, self.out, self.err = ask, argv, pid, out, err
+
+    def wait(self, deadline_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; at the deadline it is killed."""
+        code = self._ask({"wait": self.pid, "deadline_s": deadline_s})["code"]
+        return subprocess.CompletedProcess(self.argv, code, self.out.read_text(), self.err.read_text())
+
+
+class Programs:
+    """Starts programs as `python FILE ARGUMENT ...` or `python -m MODULE ARGUMENT ...` would.
+
+    Each leads a session of processes. A test of what a program imports, or of what is left in memory at its end, needs
+    an interpreter of its own.
+    """
+
+    def __init__(self, ask: Ask, folder: Path) -> None:
+        self._ask, self._folder = ask, folder
+        self._started = 0
+
+    def start(
+        self, *argv: str | Path, env: Mapping[str, str] = os.environ, cwd: Path | None = None, stdin: Path | None = None
+    ) -> Program:
+        """Start a program. `stdin`: a file that it reads; it may be a FIFO."""
+        words = [str(word) for word in argv]
+        out, err = (self._folder / f"program-{self._started}.{stream}" for stream in ("out", "err"))
+        self._started += 1
+        order = {
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "files": [str(stdin or os.devnull), str(out), str(err)],
+        }
+        return Program(self._ask, words, self._ask({"start": words, **order})["pid"], out, err)
+
+    def run(self, *argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end."""
+        return self.start(*argv, **options).wait()
