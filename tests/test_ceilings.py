@@ -1,7 +1,8 @@
 """How large the project may be: lines, words, keys, attributes of a class.
 
-A ceiling may only fall, except by the one commit of an issue that names its allowance. It follows the count: a count
-far below its ceiling fails, too, so that room that was made stays made.
+A ceiling may only fall, except by the one commit of an issue that names its allowance (for a row of a benchmark, 60
+lines of benchmarks). It follows the count: a count far below its ceiling fails, too, so that room that was made stays
+made.
 """
 
 import ast
@@ -19,19 +20,19 @@ from support.imports import PACKAGES, REPOSITORY, modules
 
 CEILINGS: Final = {  # {folder or what else is counted: (at most, unit)}; lines are those of Python
     "cloudlab": (2930, "lines"),
-    "collectives_bench": (10120, "lines"),
-    "ddp": (3710, "lines"),
-    "jobs": (36480, "lines"),
-    "jobs/examples": (1040, "lines"),
-    "launch": (32350, "lines"),
+    "collectives_bench": (9740, "lines"),
+    "ddp": (3110, "lines"),
+    "jobs": (35400, "lines"),
+    "jobs/examples": (1850, "lines"),
+    "launch": (31890, "lines"),
     "muster": (70, "lines"),
-    "pipe": (8920, "lines"),
-    "slurm": (1450, "lines"),
-    "zero": (4600, "lines"),
-    "tests": (81350, "lines"),
-    "benchmarks": (12620, "lines"),
-    "README, DESIGN, docs": (45480, "words"),
-    "job file": (173, "keys"),
+    "pipe": (8600, "lines"),
+    "slurm": (1440, "lines"),
+    "zero": (4310, "lines"),
+    "tests": (80330, "lines"),
+    "benchmarks": (12090, "lines"),
+    "README, DESIGN, docs": (43920, "words"),
+    "job file": (169, "keys"),
     "site file": (35, "keys"),
 }
 # A ceiling that is further above its count than this, and than 1 %, has to be lowered.
