@@ -6,6 +6,7 @@ Both use the file that CPU_SECONDS names: lines of seconds, kind (stage or test)
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,11 @@ def run(name: str, command: list[str]) -> int:
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command too
-    ignored = [signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ]  # the last two by Python; a child would inherit that
-    child = os.posix_spawnp(command[0], command, os.environ, setsigdef=ignored)  # no Popen, which would wait for it too
+    # No posix_spawn: the C library has it ignore a signal of its own, which every program of the tests would inherit.
+    child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while True:
         pid, status = os.wait()
-        if pid == child:
+        if pid == child.pid:  # the object has to live until now: at its end it would wait for a dead child itself
             break
     times = os.times()
     with Path(os.environ["CPU_SECONDS"]).open("a", encoding="utf-8") as file:
