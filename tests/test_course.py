@@ -6,7 +6,6 @@ Programs of `jobs/examples/course/` that need several ranks run here.
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -101,12 +100,9 @@ def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
     if start == "torchrun":
         printed = by_ranks(programs, ranks, "replicas", *options)
     else:
-        argv = ["run", "-n", str(ranks), "--runs", str(tmp_path), str(COURSE / "replicas.py"), *options]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "muster", *argv], env=environ, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        argv = ["run", "-n", str(ranks), "--runs", tmp_path, COURSE / "replicas.py", *options]
+        done = programs.run("-m", "muster", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done
         printed = done.stdout
     row = re.compile(r"^(.*\S) +[\d.]+ +([\d.]+) +(\d\.\de[+-]\d\d) +([\d.]+) MB +([\d.]+) MB$", re.MULTILINE)
     rows = {name.strip(): found for name, *found in row.findall(printed)}

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar
 
 import pytest
@@ -24,7 +24,7 @@ from muster.launch.cli import main
 from support.ahead import Ahead, parameters_of
 from support.bench import free_port
 from support.live import LiveRun, wait_until
-from support.programs import Programs
+from support.programs import Ask, Programs
 from support.soak import only_some
 from support.transcripts import REPOSITORY, fences, pattern
 
@@ -130,9 +130,10 @@ def life(name: str, root: Path) -> Life:
     return Life(live.run, stopped, code, live.out + resumed.out)
 
 
-def ended(programs: Programs, root: Path, name: str, words: list[str], *places: dict[str, str]) -> str:
+def ended(ask: Ask, root: Path, name: str, words: list[str], *places: dict[str, str]) -> str:
     """Run an example in a fork for each place; return what the first fork prints."""
     root.parent.mkdir()
+    programs = Programs(ask, root.parent)
     environs = [{**ENVIRON, "MUSTER_RUNS": str(root), **place} for place in places]
     started = [programs.start(OWN / f"{name}.py", *words, cwd=root.parent, env=environ) for environ in environs]
     done = [each.wait() for each in started]
@@ -140,11 +141,11 @@ def ended(programs: Programs, root: Path, name: str, words: list[str], *places: 
     return done[0].stdout
 
 
-def undisturbed(programs: Programs, root: Path, name: str, words: str) -> str:
+def undisturbed(ask: Ask, root: Path, name: str, words: str) -> str:
     """What an example prints on two ranks that are told what torchrun tells; it is started in a folder of its own."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return ended(programs, root, name, WORDS[words], *ranks)
+    return ended(ask, root, name, WORDS[words], *ranks)
 
 
 def elsewhere(root: Path) -> Started:
@@ -167,18 +168,18 @@ def elsewhere(root: Path) -> Started:
     return started
 
 
-def as_steps_of_srun(programs: Programs, root: Path) -> RunDir:
+def as_steps_of_srun(ask: Ask, root: Path) -> RunDir:
     """`ddp.py` in the environment of a step of two tasks, and nothing else that says where the ranks meet."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
     tasks = [{**step, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
-    ended(programs, root, "ddp", ["--steps", "30"], *tasks)
+    ended(ask, root, "ddp", ["--steps", "30"], *tasks)
     return RunDir(next(root.glob("[!.]*")))
 
 
-def alone(programs: Programs, root: Path) -> RunDir:
+def alone(ask: Ask, root: Path) -> RunDir:
     """`fsdp2.py` in one process, as it is."""
-    ended(programs, root, "fsdp2", WORDS["fsdp2"], {})
+    ended(ask, root, "fsdp2", WORDS["fsdp2"], {})
     return RunDir(next(root.glob("[!.]*")))
 
 
@@ -197,22 +198,16 @@ def ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_server: subprocess.Popen[str]
 ) -> Iterator[Callable[[str], Any]]:
     """What is done ahead of the tests, by name."""
-    folder, one_asks = tmp_path_factory.mktemp("own"), Lock()
-
-    def ask(order: dict[str, Any]) -> dict[str, Any]:
-        with one_asks:
-            return asked(rank_server, order)
-
-    programs = Programs(ask, folder)
+    folder, ask = tmp_path_factory.mktemp("own"), partial(asked, rank_server)
     chosen = parameters_of(request, "test_a_run_survives_a_killed_rank_and_a_stop", "name")
     work = {name: (life, name, folder / name / "runs") for name in AGAIN if name in (*KEPT, *chosen)}
     if "without" in chosen:
-        work["without undisturbed"] = (undisturbed, programs, folder / "undisturbed" / "runs", "without", "without")
+        work["without undisturbed"] = (undisturbed, ask, folder / "undisturbed" / "runs", "without", "without")
     work |= {
-        "ddp undisturbed": (undisturbed, programs, folder / "plain" / "runs", "plain", "ddp"),
+        "ddp undisturbed": (undisturbed, ask, folder / "plain" / "runs", "plain", "ddp"),
         "elsewhere": (elsewhere, folder / "elsewhere" / "runs"),
-        "srun": (as_steps_of_srun, programs, folder / "srun" / "runs"),
-        "alone": (alone, programs, folder / "alone" / "runs"),
+        "srun": (as_steps_of_srun, ask, folder / "srun" / "runs"),
+        "alone": (alone, ask, folder / "alone" / "runs"),
     }
     found: Ahead[str, Any] = Ahead(lambda key: work[key][0](*work[key][1:]), list(work))
     yield found.result
