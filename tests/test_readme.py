@@ -19,7 +19,7 @@ from muster.jobs.spec.yamlcore import CoreLoader
 from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 from support.programs import Programs
-from support.transcripts import MARKER, REPOSITORY, Ended, Transcript, fences, followed, pattern, transcripts
+from support.transcripts import ALONE, MARKER, REPOSITORY, Ended, Transcript, fences, followed, pattern, transcripts
 
 pytestmark = [pytest.mark.command, pytest.mark.slow]
 
@@ -150,7 +150,7 @@ def test_every_console_block_is_run(page: str) -> None:
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead[Transcript, Any]]:
     """What following each transcript came to, each with a folder of runs of its own."""
     chosen = parameters_of(request, "test_transcripts_show_what_happens", "transcript")
-    chosen = [each for each in chosen if not each.is_alone]
+    chosen = [each for each in chosen if not ALONE.match(each.steps[0][0])]
     folders = {transcript: tmp_path_factory.mktemp("transcript") for transcript in chosen}
     ahead = Ahead(lambda transcript: followed(transcript, folders[transcript] / "runs"), chosen)
     yield ahead
@@ -172,7 +172,7 @@ def test_equal_transcripts_are_followed_once_and_in_their_order() -> None:
 def test_transcripts_show_what_happens(
     transcript: Transcript, seen: Ahead[Transcript, list[Ended]], programs: Programs, tmp_path: Path
 ) -> None:
-    ended = followed(transcript, tmp_path, programs) if transcript.is_alone else seen.result(transcript)
+    ended = followed(transcript, tmp_path, programs) if ALONE.match(transcript.steps[0][0]) else seen.result(transcript)
     for number, (command, code, said) in enumerate(ended, 1):
         assert code == (transcript.exit_code if number == len(transcript.steps) else 0), said
         assert pattern(transcript.steps[number - 1][1]).fullmatch(said), f"$ {command}\n{said}"

@@ -11,7 +11,7 @@ from support.programs import Programs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = {"muster": [sys.executable, "-m", "muster"], "python": [sys.executable], "diff": ["diff"]}
-ALONE = re.compile(r"python |muster (bench model|memory|plan|predict|schedule) ")  # commands that start no process
+ALONE = re.compile(r"python |muster (bench model|memory|plan|predict|schedule) ")  # these start no process
 
 MARKER = re.compile(r"<!-- test:run(?: exit=(\d+))? -->")
 
@@ -22,11 +22,6 @@ class Transcript:
 
     steps: tuple[tuple[str, tuple[str, ...]], ...]
     exit_code: int
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether its commands start no process: a fork can run them."""
-        return all(ALONE.match(command) for command, _ in self.steps)
 
 
 def fences(text: str) -> list[tuple[str, str, list[str]]]:
