@@ -144,8 +144,7 @@ def ended(ask: Ask, root: Path, name: str, words: list[str], *places: dict[str, 
 def undisturbed(ask: Ask, root: Path, name: str, words: str) -> str:
     """What an example prints on two ranks that are told what torchrun tells; it is started in a folder of its own."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return ended(ask, root, name, WORDS[words], *ranks)
+    return ended(ask, root, name, WORDS[words], *({**group, "RANK": each, "LOCAL_RANK": each} for each in "01"))
 
 
 def elsewhere(root: Path) -> Started:
@@ -172,8 +171,9 @@ def as_steps_of_srun(ask: Ask, root: Path) -> RunDir:
     """`ddp.py` in the environment of a step of two tasks, and nothing else that says where the ranks meet."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    tasks = [{**step, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
-    ended(ask, root, "ddp", ["--steps", "30"], *tasks)
+    ended(
+        ask, root, "ddp", ["--steps", "30"], *({**step, "SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01")
+    )
     return RunDir(next(root.glob("[!.]*")))
 
 

@@ -75,11 +75,10 @@ def followed(transcript: Transcript, runs: Path, programs: Programs | None = Non
         argv = [*PROGRAMS[program], *arguments]
         if programs:
             done = programs.run(*argv[1:], cwd=REPOSITORY, env=environ)
-            done.stdout += done.stderr
         else:
             output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             done = subprocess.run(argv, cwd=REPOSITORY, env=environ, text=True, timeout=100, check=False, **output)
-        ended.append((command, done.returncode, done.stdout))
+        ended.append((command, done.returncode, done.stdout + (done.stderr or "")))
         if done.returncode != 0:
             break
     return ended
