@@ -171,9 +171,7 @@ def as_steps_of_srun(ask: Ask, root: Path) -> RunDir:
     """`ddp.py` in the environment of a step of two tasks, and nothing else that says where the ranks meet."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    ended(
-        ask, root, "ddp", ["--steps", "30"], *({**step, "SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01")
-    )
+    ended(ask, root, "ddp", ["--steps", "30"], *({**step, "SLURM_PROCID": one, "SLURM_LOCALID": one} for one in "01"))
     return RunDir(next(root.glob("[!.]*")))
 
 
