@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ settings.load_profile("ours")
 NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
 
 ROOT = Path(__file__).parent.parent
+ONE_ASKS = Lock()  # of the threads that have work done ahead of the tests
 LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
 # Settings of whoever runs the tests that would change what the tests see: job systems, terminals, launchers, languages.
@@ -180,9 +182,10 @@ def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
 
 def asked(server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
     """Send a request to the server of ranks; return its answer."""
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer: dict[str, Any] = json.loads(server.stdout.readline())
+    with ONE_ASKS:
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer: dict[str, Any] = json.loads(server.stdout.readline())
     return answer
 
 

@@ -6,7 +6,6 @@ Programs of `jobs/examples/course/` that need several ranks run here.
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -21,6 +20,8 @@ from muster.jobs.spec.load import load_job
 from muster.launch.cli import command_of
 from muster.launch.common.kinds import KINDS
 from muster.launch.common.program_words import parse
+from support.bench import free_port
+from support.programs import Programs
 
 pytestmark = pytest.mark.command
 
@@ -78,28 +79,33 @@ def by_one_process(parameter_server: ModuleType, *, steps: int, workers: int, ba
     return losses
 
 
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+def by_ranks(programs: Programs, count: int, name: str, *options: str) -> str:
+    """Run a program on ranks that are told what torchrun tells; return what rank 0 prints."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    environs = [{**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    started = [programs.start(COURSE / f"{name}.py", *options, env=environ) for environ in environs]
+    ended = [each.wait() for each in started]
+    assert [each.returncode for each in ended] == [0] * count, ended
+    return ended[0].stdout
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize(("start", "ranks"), [(["muster", "run", "-n"], 2), (TORCHRUN, 3)], ids=["muster", "torchrun"])
+@pytest.mark.parametrize(("start", "ranks"), [("muster", 2), ("torchrun", 3)])
 def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
-    tmp_path: Path, start: list[str], ranks: int
+    tmp_path: Path, programs: Programs, start: str, ranks: int
 ) -> None:
-    program = str(ROOT / "jobs/examples/course/replicas.py")
-    done = subprocess.run(
-        [sys.executable, "-m", *start, str(ranks), program, "--steps", "4", "--width", "256"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MUSTER_RUNS": str(tmp_path / "runs")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--steps", "4", "--width", "256"]
+    if start == "torchrun":
+        printed = by_ranks(programs, ranks, "replicas", *options)
+    else:
+        argv = ["run", "-n", str(ranks), "--runs", tmp_path, COURSE / "replicas.py", *options]
+        done = programs.run("-m", "muster", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done
+        printed = done.stdout
     row = re.compile(r"^(.*\S) +[\d.]+ +([\d.]+) +(\d\.\de[+-]\d\d) +([\d.]+) MB +([\d.]+) MB$", re.MULTILINE)
-    rows = {name.strip(): found for name, *found in row.findall(done.stdout)}
+    rows = {name.strip(): found for name, *found in row.findall(printed)}
     assert list(rows) == ["one process", "replicas", "ddp"]
     assert len({loss for loss, *_ in rows.values()}) == 1
     assert max(float(difference) for _, difference, *_ in rows.values()) < 2e-6  # float32: another order of sums
@@ -115,12 +121,11 @@ def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_only_asynchronous_gradients_are_stale_and_bulk_synchronous_ones_train_as_one_process(tmp_path: Path) -> None:
+def test_only_asynchronous_gradients_are_stale_and_bulk_synchronous_ones_train_as_one_process(
+    programs: Programs,
+) -> None:
     options = ["--steps", "60", "--batch", "16", "--lr", "0.3", "--ms", "1", "--slow", "5"]
-    argv = ["run", "-n", "4", "--runs", str(tmp_path), str(COURSE / "asynchronous.py"), *options]
-    done = subprocess.run([sys.executable, "-m", "muster", *argv], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    together, alone = done.stdout.split("\nasynchronous: ")
+    together, alone = by_ranks(programs, 4, "asynchronous", *options).split("\nasynchronous: ")
     rows = [
         [(int(update), int(parts), float(loss)) for update, parts, loss in re.findall(ROW, text, re.MULTILINE)]
         for text in (together, alone)

@@ -28,6 +28,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 # A few steps show that these run, and five that they learn; the page on profiles has a whole epoch of vgg11-bucketed.
 LEARN = {"gpt-nano", "gpt-terapipe", "single", "vgg11", "vgg11-bucketed", "vgg11-ddp", "vgg11-gather-scatter"}
+SMALL = {"cifar10": ["--set", "train.batch_size=16"]}
 STEPS = {"cifar10": 1, "exact": 2, **dict.fromkeys(LEARN, 5)}
 # Transcripts of pages, in test_readme.py, run the first three, and other tests train in the modes of the others.
 SOAKED = {"bench", "failover", "hello", "single", "vgg11-bucketed", "vgg11-ddp", "vgg11-gather-scatter"}
@@ -55,7 +56,7 @@ def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str
         runs = data_root / "runs" / name
         argv = [sys.executable, "-m", "muster", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
         if name in STEPS:
-            argv += ["--set", "train.epochs=null", "--set", f"train.steps={STEPS[name]}"]
+            argv += ["--set", "train.epochs=null", "--set", f"train.steps={STEPS[name]}", *SMALL.get(name, [])]
         environ = {**os.environ, "MUSTER_DATA": str(data_root)}
         return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=200, check=False), runs
 

@@ -4,24 +4,27 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file
 
+from conftest import asked
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
 from support.ahead import Ahead, parameters_of
+from support.bench import free_port
 from support.live import LiveRun, wait_until
+from support.programs import Ask, Programs
 from support.soak import only_some
 from support.transcripts import REPOSITORY, fences, pattern
 
@@ -127,11 +130,21 @@ def life(name: str, root: Path) -> Life:
     return Life(live.run, stopped, code, live.out + resumed.out)
 
 
-def undisturbed(name: str, words: str, root: Path) -> str:
-    """What an example prints under torchrun; it is started in a folder of its own."""
-    started = Started(root, *torchrun(str(OWN / f"{name}.py"), *WORDS[words]))
-    assert started.end() == 0, started.out
-    return started.out
+def ended(ask: Ask, root: Path, name: str, words: list[str], *places: dict[str, str]) -> str:
+    """Run an example in a fork for each place; return what the first fork prints."""
+    root.parent.mkdir()
+    programs = Programs(ask, root.parent)
+    environs = [{**ENVIRON, "MUSTER_RUNS": str(root), **place} for place in places]
+    started = [programs.start(OWN / f"{name}.py", *words, cwd=root.parent, env=environ) for environ in environs]
+    done = [each.wait() for each in started]
+    assert [each.returncode for each in done] == [0] * len(places), done
+    return done[0].stdout
+
+
+def undisturbed(ask: Ask, root: Path, name: str, words: str) -> str:
+    """What an example prints on two ranks that are told what torchrun tells; it is started in a folder of its own."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return ended(ask, root, name, WORDS[words], *({**group, "RANK": each, "LOCAL_RANK": each} for each in "01"))
 
 
 def elsewhere(root: Path) -> Started:
@@ -154,27 +167,18 @@ def elsewhere(root: Path) -> Started:
     return started
 
 
-def as_steps_of_srun(root: Path) -> list[Started]:
+def as_steps_of_srun(ask: Ask, root: Path) -> RunDir:
     """`ddp.py` in the environment of a step of two tasks, and nothing else that says where the ranks meet."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    argv = [sys.executable, str(OWN / "ddp.py"), "--steps", "30"]
-    tasks = [Started(root, *argv, **step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in range(2)]
-    assert [task.end() for task in tasks] == [0, 0], [task.out for task in tasks]
-    return tasks
+    ended(ask, root, "ddp", ["--steps", "30"], *({**step, "SLURM_PROCID": one, "SLURM_LOCALID": one} for one in "01"))
+    return RunDir(next(root.glob("[!.]*")))
 
 
-def alone(root: Path) -> Started:
+def alone(ask: Ask, root: Path) -> RunDir:
     """`fsdp2.py` in one process, as it is."""
-    started = Started(root, sys.executable, str(OWN / "fsdp2.py"), *WORDS["fsdp2"])
-    assert started.end() == 0, started.out
-    return started
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    ended(ask, root, "fsdp2", WORDS["fsdp2"], {})
+    return RunDir(next(root.glob("[!.]*")))
 
 
 def children(pid: int) -> list[int]:
@@ -188,18 +192,20 @@ def variable(pid: int, name: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+def ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_server: subprocess.Popen[str]
+) -> Iterator[Callable[[str], Any]]:
     """What is done ahead of the tests, by name."""
-    folder = tmp_path_factory.mktemp("own")
+    folder, ask = tmp_path_factory.mktemp("own"), partial(asked, rank_server)
     chosen = parameters_of(request, "test_a_run_survives_a_killed_rank_and_a_stop", "name")
     work = {name: (life, name, folder / name / "runs") for name in AGAIN if name in (*KEPT, *chosen)}
     if "without" in chosen:
-        work["without undisturbed"] = (undisturbed, "without", "without", folder / "without-torchrun" / "runs")
+        work["without undisturbed"] = (undisturbed, ask, folder / "undisturbed" / "runs", "without", "without")
     work |= {
-        "ddp undisturbed": (undisturbed, "plain", "ddp", folder / "plain" / "runs"),
+        "ddp undisturbed": (undisturbed, ask, folder / "plain" / "runs", "plain", "ddp"),
         "elsewhere": (elsewhere, folder / "elsewhere" / "runs"),
-        "srun": (as_steps_of_srun, folder / "srun" / "runs"),
-        "alone": (alone, folder / "alone" / "runs"),
+        "srun": (as_steps_of_srun, ask, folder / "srun" / "runs"),
+        "alone": (alone, ask, folder / "alone" / "runs"),
     }
     found: Ahead[str, Any] = Ahead(lambda key: work[key][0](*work[key][1:]), list(work))
     yield found.result
@@ -247,7 +253,7 @@ def test_a_script_without_a_session_ends_with_the_same_bits(ahead: Callable[[str
 
 
 def test_shards_of_two_ranks_go_on_on_one(ahead: Callable[[str], Any]) -> None:
-    runs = [ahead("fsdp2").run, ahead("alone").run]
+    runs = [ahead("fsdp2").run, ahead("alone")]
     losses, wanted = ({row["step"]: row["loss"] for row in read_lines(each.metrics)} for each in runs)
     assert losses.keys() == wanted.keys()
     assert list(losses.values()) == pytest.approx(list(wanted.values()), rel=1e-3)
@@ -276,9 +282,9 @@ def test_alone_then_under_torchrun_whose_restart_goes_on(ahead: Callable[[str], 
 
 
 def test_srun_and_nobody_need_no_variables_of_torchrun(ahead: Callable[[str], Any]) -> None:
-    rows = list(read_lines(ahead("srun")[0].run.metrics))
+    rows = list(read_lines(ahead("srun").metrics))
     assert (rows[-1]["step"], rows[-1]["samples"]) == (30, 64)
-    (newest,) = ahead("alone").run.checkpoints.iterdir()
+    (newest,) = ahead("alone").checkpoints.iterdir()
     assert newest.name == "step-00000150.a000"
 
 

@@ -7,8 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.programs import Programs
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = {"muster": [sys.executable, "-m", "muster"], "python": [sys.executable], "diff": ["diff"]}
+ALONE = re.compile(r"python |muster (bench model|memory|plan|predict|schedule) ")  # these start no process
 
 MARKER = re.compile(r"<!-- test:run(?: exit=(\d+))? -->")
 
@@ -63,24 +66,19 @@ def pattern(shown: tuple[str, ...]) -> re.Pattern[str]:
 Ended = tuple[str, int, str]  # command, exit code, what was shown
 
 
-def followed(transcript: Transcript, runs: Path) -> list[Ended]:
-    """Run the commands of a transcript up to the first that fails."""
+def followed(transcript: Transcript, runs: Path, programs: Programs | None = None) -> list[Ended]:
+    """Run the commands of a transcript up to the first that fails; with `programs`, in forks that have torch."""
     environ = {**os.environ, "MUSTER_RUNS": str(runs), "COLUMNS": "200"}
     ended: list[Ended] = []
     for command, _ in transcript.steps:
         program, *arguments = command.split()
-        done = subprocess.run(
-            [*PROGRAMS[program], *arguments],
-            cwd=REPOSITORY,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        ended.append((command, done.returncode, done.stdout))
+        argv = [*PROGRAMS[program], *arguments]
+        if programs:
+            done = programs.run(*argv[1:], cwd=REPOSITORY, env=environ)
+        else:
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+            done = subprocess.run(argv, cwd=REPOSITORY, env=environ, text=True, timeout=100, check=False, **output)
+        ended.append((command, done.returncode, done.stdout + (done.stderr or "")))
         if done.returncode != 0:
             break
     return ended

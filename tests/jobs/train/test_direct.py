@@ -21,6 +21,7 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.runfolder.direct import placement_of
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runstate import read_state
+from support.bench import free_port
 from support.live import LiveRun
 from support.programs import Programs
 
@@ -28,12 +29,6 @@ pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).parent / "direct.yaml"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment() -> dict[str, str]:

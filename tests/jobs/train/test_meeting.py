@@ -11,15 +11,9 @@ from torch.distributed import HashStore
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.meeting import answers, connect, listen, meet
+from support.bench import free_port
 
 ALONE = RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 29500)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_second_process_of_one_rank_is_refused() -> None:
