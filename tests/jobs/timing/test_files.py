@@ -36,7 +36,9 @@ def test_results_of_0_1_0_are_read_unless_they_are_of_norms(widths, tmp_path):
     row |= {"width": 1024 if widths else None, "moved_bytes": 0, "bytes_per_s": None, "copy_share": None}
     (tmp_path / "bench.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (first, row)))
     if widths:
-        with pytest.raises(JobFileError, match="this is a timing of norms; 0.1.0 was the last version with this key"):
+        with pytest.raises(
+            JobFileError, match=r"this is a timing of norms; 0\.1\.0 was the last version with this key"
+        ):
             read_timings([tmp_path / "bench.jsonl"])
     else:
         assert read_timings([tmp_path / "bench.jsonl"]).timings[0].rows == [timed()]
