@@ -266,6 +266,6 @@ def test_first_words_have_help_of_their_own(capsys) -> None:
     assert cli.main(["bench", "compare", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: muster bench compare ")
     assert cli.main(["help", "bench"]) == 0
-    assert "muster bench model | norm | show | compare | plot | fit have options of their own" in " ".join(
+    assert "muster bench model | show | compare | plot | fit have options of their own" in " ".join(
         capsys.readouterr().out.split()
     )
