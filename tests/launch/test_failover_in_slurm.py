@@ -32,6 +32,7 @@ RARELY = ("--set", "checkpoint.every_s=null", "--set", "checkpoint.every_steps=1
 PROGRAM = """
 import json, os, signal, sys, time
 def stop(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm and the agent may both send it
     while not os.path.exists(os.environ["MUSTER_STOP_FILE"]):  # where Slurm itself has sent the signal
         time.sleep(0.01)
     told = json.load(open(os.environ["MUSTER_STOP_FILE"]))
