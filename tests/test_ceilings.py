@@ -29,7 +29,7 @@ CEILINGS: Final = {  # {folder or what else is counted: (at most, unit)}; lines 
     "pipe": (8600, "lines"),
     "slurm": (1440, "lines"),
     "zero": (4310, "lines"),
-    "tests": (80330, "lines"),
+    "tests": (80340, "lines"),
     "benchmarks": (12090, "lines"),
     "README, DESIGN, docs": (43920, "words"),
     "job file": (169, "keys"),
