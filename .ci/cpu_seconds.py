@@ -27,7 +27,7 @@ def run(name: str, command: list[str]) -> int:
     child = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while True:
         pid, status = os.wait()
-        if pid == child.pid:  # the object has to live until now: at its end it would wait for a dead child itself
+        if pid == child.pid:  # keeps the object alive: a Popen that is deleted may take the status of its process
             break
     times = os.times()
     with Path(os.environ["CPU_SECONDS"]).open("a", encoding="utf-8") as file:

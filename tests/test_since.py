@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 UNKNOWN = "-".join("unknown")  # not written out: a string that names a file would select this test
 M = "muster"  # likewise: a string with a command would ask for the mark
 TABLES = "pipe/schedules/tables.py"
-# One reads all Python files, the other names some here.
+# Nearly every change selects these: the first reads all Python files, and the second, this file, names some.
 APART = {"tests/test_architecture.py", "tests/test_since.py"}
 
 
