@@ -36,6 +36,7 @@ import pytest  # noqa: F401
 import rich.console  # noqa: F401
 import torch
 import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel

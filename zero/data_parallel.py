@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from muster.ddp.base import trainable_parameters
 from muster.ddp.buckets import require_size
+from muster.ddp.compiler import outside
 from muster.ddp.gradients import Named, deal
 from muster.ddp.malloc import keep_freed_memory
 from muster.ddp.reduced import Reduced
@@ -30,7 +31,6 @@ from muster.ddp.reducer import Reducer
 from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import Gather, SharedMemoryGather, gather_for
 from muster.zero.gradients import Gradients, KeptGradients, PassingGradients
-from muster.zero.hooks import outside
 from muster.zero.scatter import UNDER_WAY, Scatter, SharedMemoryScatter, scatter_for
 from muster.zero.sharded import Sharded
 from muster.zero.shared_memory import shared_memory_peers

@@ -4,15 +4,14 @@ module(x)             before | forward | after           registered hooks
 compiled module(x)    before | compiled region | after   around the region, because it contains registered hooks
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it imports the compiler only when needed
 from torch.utils.hooks import RemovableHandle
+
+from muster.ddp.compiler import outside
 
 
 class Hook:
@@ -32,19 +31,6 @@ class Hook:
 
 def _nothing(*given: Any) -> None:
     pass
-
-
-_apart = _disable_dynamo(lambda call, *given, **named: call(*given, **named))
-
-
-def outside(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call a function outside of compiled code. Within compiled code, this causes a graph break.
-
-    After a graph break the compiler also traces functions that run eagerly, so `is_compiling` alone is not enough.
-    """
-    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-        return _apart(call, *given, **named)
-    return call(*given, **named)
 
 
 class OutsideHook(Hook):

@@ -26,13 +26,14 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from muster.ddp.compiler import outside
 from muster.ddp.means import Wait
 from muster.ddp.reducer import Reducer
 from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
 from muster.zero.gradients import Gradients
-from muster.zero.hooks import Around, OutsideHook, around, outside, within_compiled
+from muster.zero.hooks import Around, OutsideHook, around, within_compiled
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
 from muster.zero.whole import Residency, in_backward, other_thread

@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from muster.ddp.compiler import outside
 from muster.ddp.means import Wait
 from muster.zero.absent import Expect
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
-from muster.zero.hooks import Hook, around, is_compiled, outside, within_compiled
+from muster.zero.hooks import Hook, around, is_compiled, within_compiled
 from muster.zero.units import Unit
 
 

@@ -24,7 +24,7 @@ from typing import Final, Literal
 
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
-from muster.jobs.models.anatomy import Anatomy, ModelOperation
+from muster.jobs.models.anatomy import Anatomy, ModelOperation, layer_weight
 from muster.jobs.models.counted import CountedPart
 from muster.pipe.schedules.cuts import balanced_ranks
 from muster.pipe.schedules.tables import SLICES
@@ -190,19 +190,3 @@ def chunks_of(model: Anatomy, schedule: TurnOrder, stages: int) -> list[tuple[Mo
 
 
 _first_layers = cache(balanced_ranks)
-
-
-def layer_weight(by: str, parts: Sequence[ModelOperation]) -> float:
-    """Return a layer's weight in the cut into stages; `flops` counts only matrix products and convolutions."""
-    if by == "count":
-        return 1.0
-    if by == "parameters":
-        return float(sum(tensor.elements for part in parts for tensor in part.tensors))
-    return float(sum(part.flops + part.backward_flops for part in parts if _multiplies(part)))
-
-
-def _multiplies(part: ModelOperation) -> bool:
-    if isinstance(part, CountedPart):  # its `flops` counts only products and convolutions
-        return True
-    matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
-    return matrix or part.repeats > 1

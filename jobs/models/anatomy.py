@@ -58,6 +58,12 @@ class ModelOperation:
         """
         return self.flops * (int(self.gives_input_gradient) + int(bool(self.tensors) or self.repeats > 1))
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether its work is that of matrix products or convolutions."""
+        matrix = any(len(tensor.shape) > 1 for tensor in self.tensors) and self.name != "embed"
+        return matrix or self.repeats > 1
+
 
 @dataclass(frozen=True)
 class Again:
@@ -150,6 +156,15 @@ class Anatomy:
 def saved_bytes(parts: Iterable[ModelOperation], itemsize: int) -> float:
     """Return the bytes that parts keep for one sample until its backward."""
     return sum(part.saved * itemsize + part.saved_bytes for part in parts)
+
+
+def layer_weight(by: str, parts: Iterable[ModelOperation]) -> float:
+    """Return a layer's weight in the cut into stages; `flops` counts only matrix products and convolutions."""
+    if by == "count":
+        return 1.0
+    if by == "parameters":
+        return float(sum(tensor.elements for part in parts for tensor in part.tensors))
+    return float(sum(part.flops + part.backward_flops for part in parts if part.multiplies))
 
 
 def anatomy(shape: VggShape | GptShape) -> Anatomy:

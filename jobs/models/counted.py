@@ -46,6 +46,11 @@ class CountedPart(ModelOperation):
         """Always 0, because `flops` includes the work of the backward."""
         return 0
 
+    @property
+    def multiplies(self) -> bool:
+        """Always true, because nothing else is counted in `flops`."""
+        return True
+
 
 @dataclass(frozen=True)
 class CountedAnatomy(Anatomy):

@@ -57,9 +57,13 @@ class TrainRules(TrainFields):
 
     @property
     def uses_compiler(self) -> bool:
-        """Whether ranks import PyTorch's compiler: for `compile`, or because other parts of PyTorch import it."""
+        """Whether ranks import PyTorch's compiler: for `compile`, or because other parts of PyTorch import it.
+
+        An example is the meta device, on which the operations of a user's layers are counted.
+        """
         others = self.activation_checkpointing or self.mode_name in ("ddp", "fsdp")
-        return self.compile or others or self.is_pipeline or self.splits_layers
+        counts = self.is_pipeline and self.cut == "flops" and self.model.make is not None
+        return self.compile or others or counts
 
     @property
     def sync(self) -> Sync:

@@ -59,7 +59,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, cut as in `jobs/train/parallel/stages.py`."""
-    from muster.collectives_bench.cost.modes import layer_weight
+    from muster.jobs.models.anatomy import layer_weight
     from muster.jobs.spec.expand import first_layers, layer_names
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES

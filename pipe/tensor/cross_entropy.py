@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from muster.pipe.tensor.region import Region, outside_graph
+from muster.ddp.compiler import outside
+from muster.pipe.tensor.region import Region
 from muster.pipe.weighing import IGNORED
 
 
@@ -43,7 +44,7 @@ class SplitCrossEntropy:
                 f"cross-entropy over {self.classes} classes on {self.region.ranks} ranks: logits have "
                 f"{flat.shape[-1]} classes; expected this rank's {stop - start}, or all"
             )
-        loss: Tensor = outside_graph(_SplitLoss.apply, self.region, flat, wanted, start, wide)
+        loss: Tensor = outside(_SplitLoss.apply, self.region, flat, wanted, start, wide)
         return loss
 
 

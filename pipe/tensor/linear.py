@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muster.ddp.compiler import outside
 from muster.pipe.splitting.weight_gradients import LINEAR, PendingGradients, PendingQueue
-from muster.pipe.tensor.region import Pending, Region, outside_graph
+from muster.pipe.tensor.region import Pending, Region
 
 
 class ColumnLinear(nn.Linear):
@@ -53,7 +54,7 @@ class RowLinear(nn.Linear):
         """Map this rank's inputs to whole outputs."""
         later = [later_of(self, input)]
         given = autocast_to(input, *_in_graph([self.weight, self.bias], later))
-        return cast(Tensor, outside_graph(_Row.apply, self.region, later[0], *given))
+        return cast(Tensor, outside(_Row.apply, self.region, later[0], *given))
 
 
 class Later(NamedTuple):
@@ -73,7 +74,7 @@ def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
     later = [later_of(layer, x) for layer in layers]
     given = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
     given = autocast_to(x, *_in_graph(given, later))
-    return cast(tuple[Tensor, ...], outside_graph(_Columns.apply, layers[0].region, later, *given))
+    return cast(tuple[Tensor, ...], outside(_Columns.apply, layers[0].region, later, *given))
 
 
 def later_of(layer: ColumnLinear | RowLinear, x: Tensor) -> Later | None:

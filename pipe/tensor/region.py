@@ -14,17 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from muster.ddp.primitives import all_gather, reduce_scatter
 
 Pending = Callable[[], Tensor]
-
-
-@_disable_dynamo
-def outside_graph(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function that communicates or draws random numbers. In compiled code, the call causes a graph break."""
-    return call(*given)
 
 
 class Region:

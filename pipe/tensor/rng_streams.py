@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from muster.pipe.tensor.region import Region, outside_graph
+from muster.ddp.compiler import outside
+from muster.pipe.tensor.region import Region
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # an odd number near 2^64 / golden ratio, which spreads the seeds of adjacent ranks
 _WORD: Final = (1 << 63) - 1
@@ -24,8 +25,8 @@ class OwnStream:
     def __init__(self, module: nn.Module, region: Region) -> None:
         self.region = region
         self.before: list[list[tuple[torch.Generator, torch.Tensor]]] = []
-        module.register_forward_pre_hook(partial(outside_graph, self.begin))
-        module.register_forward_hook(partial(outside_graph, self.end), always_call=True)
+        module.register_forward_pre_hook(partial(outside, self.begin))
+        module.register_forward_hook(partial(outside, self.end), always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Switch from the common stream to this rank's."""

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.tensor.region import Region, outside_graph
+from muster.ddp.compiler import outside
+from muster.pipe.tensor.region import Region
 
 
 def part_of_output(module: nn.Module, region: Region) -> None:
@@ -16,7 +17,7 @@ def part_of_output(module: nn.Module, region: Region) -> None:
 
 
 def _part_of(region: Region, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return cast(Tensor, outside_graph(_Part.apply, region, output))
+    return cast(Tensor, outside(_Part.apply, region, output))
 
 
 class SumGradients:
@@ -34,7 +35,7 @@ class SumGradients:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Register hooks on parameters that have no such hook yet."""
-        outside_graph(self.watch, module)
+        outside(self.watch, module)
 
     def watch(self, module: nn.Module) -> None:
         """Register hooks on parameters."""

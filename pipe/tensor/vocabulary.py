@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from muster.ddp.compiler import outside
 from muster.pipe.tensor.cross_entropy import require_within
 from muster.pipe.tensor.linear import ColumnLinear
-from muster.pipe.tensor.region import Region, outside_graph
+from muster.pipe.tensor.region import Region
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -34,7 +35,7 @@ class VocabularyEmbedding(nn.Embedding):
         is_other = (own < 0) | (own >= self.num_embeddings)
         rows = functional.embedding(own.masked_fill(is_other, 0), self.weight)
         rows = rows.masked_fill(is_other[..., None], 0.0)
-        return cast(Tensor, outside_graph(_Sum.apply, self.region, rows))
+        return cast(Tensor, outside(_Sum.apply, self.region, rows))
 
 
 class VocabularyLinear(ColumnLinear):
@@ -45,7 +46,7 @@ class VocabularyLinear(ColumnLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         logits = self.split(input)
-        return logits if self.training else cast(Tensor, outside_graph(_AllClasses.apply, self.region, logits))
+        return logits if self.training else cast(Tensor, outside(_AllClasses.apply, self.region, logits))
 
     def split(self, input: Tensor) -> Tensor:
         """Map inputs to this rank's logits."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, Vg
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.vgg import assemble_vgg
 from muster.jobs.train.numerics.pieces import cut
+from muster.jobs.train.parallel.cutting import cuts_of
+from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import balanced_ranks
 from muster.pipe.schedules.tables import SCHEDULES
 
 BATCH = 2
+ALONE, BY_FLOPS = World(0, 1, None, torch.device("cpu")), SimpleNamespace(cut="flops")
 NANO = GPT_SHAPES["gpt-nano"]
 SMALL_VGG = VggShape("small", (8, POOL, 8, POOL, 16, 16, POOL, 16, POOL, 16, POOL), classes=7)
 SHAPES = [SMALL_VGG, NANO, replace(NANO, tied=False, bias=True, norm="layer", vocabulary=300)]
@@ -130,5 +134,6 @@ def test_predicted_stages_are_those_of_the_module(name, shape):
     schedule, layers = WAYS[name].schedule, [each for each, _ in model.named_children()]
     inputs = (BATCH, 3, 32, 32) if isinstance(shape, VggShape) else (BATCH, shape.context)
     cuts = balanced_ranks(weights_of(model, "flops", inputs), SCHEDULES[name].rank_of(2, schedule.chunks))
+    assert cuts_of(BY_FLOPS, model, SCHEDULES[name].rank_of(2, schedule.chunks), inputs, ALONE) == cuts
     stages = [set(layers[begin:end]) - {"flatten"} for begin, end in pairwise((*cuts, None))]
     assert [{part.layer for part in chunk} for chunk in chunks_of(anatomy(shape), schedule, 2)] == stages

@@ -138,7 +138,9 @@ def assemble_gpt(shape: GptShape) -> LayerStack:
         layers[f"block{block}"] = TransformerBlock(shape)
     layers["norm"] = _norm(shape)
     layers["head"] = head  # (batch, tokens, vocabulary)
-    return LayerStack(layers)
+    stack = LayerStack(layers)
+    stack.shape = shape
+    return stack
 
 
 def _norm(shape: GptShape, *, narrow: bool = False) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.shapes import GptShape, VggShape
 
 Layers = Sequence[nn.Module]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -57,6 +58,7 @@ def head_loss(loss: Loss, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor
 class LayerStack(nn.Sequential):
     """Named layers in order. Pipeline stages are slices of them. The last layer computes the logits."""
 
+    shape: VggShape | GptShape | None = None  # of Muster's own models
     run_body: Callable[[Layers, Tensor], Tensor] = staticmethod(in_turn)
     run_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = staticmethod(plain_loss)
 

@@ -39,7 +39,9 @@ def assemble_vgg(shape: VggShape) -> LayerStack:
         layers[name] = nn.Linear(inputs, outputs)  # (batch, outputs)
         if name != "head":
             layers[f"relu{number}"] = nn.ReLU(inplace=True)
-    return LayerStack(layers)
+    stack = LayerStack(layers)
+    stack.shape = shape
+    return stack
 
 
 def _initialise(model: nn.Module, generator: torch.Generator) -> None:

@@ -6,17 +6,20 @@ gradient of embed's use ─────────── + ──────�
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.anatomy import anatomy, layer_weight
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.spec.expand import first_layers
 from muster.jobs.spec.modes import Parallel
 from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.world.world import World
-from muster.pipe.boundaries import weights_of
+from muster.pipe.boundaries import By, weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 from muster.pipe.token_slices import equal_slices
 
@@ -40,12 +43,27 @@ def cuts_of(
             return by_hand(first_layers(settings.cut, names), len(names), len(rank_of))
         weights = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         if settings.cut != "profile" or world.rank == 0:
-            weights += weights.new_tensor(weights_of(model, settings.cut, inputs))
+            weights += weights.new_tensor(_weights(model, settings.cut, inputs))
         if settings.cut == "profile" and world.group is not None:
             dist.broadcast(weights, 0, group=world.group)
         return balanced_ranks(weights.tolist(), rank_of)
     except ValueError as error:
         raise RefusedError(f"train.cut: {error}") from error
+
+
+def _weights(model: LayerStack, by: By, inputs: Sequence[int]) -> list[float]:
+    """Return the weight of every layer.
+
+    The operations of Muster's own models are in a table, which `plan` reads, too. To count them on the meta device takes
+    PyTorch's compiler, whose import costs 2 s of CPU time.
+    """
+    shape = model.shape
+    if by != "flops" or shape is None:
+        return weights_of(model, by, inputs)
+    if isinstance(shape, GptShape):
+        shape = replace(shape, context=inputs[1])
+    parts = dict(anatomy(shape).layers())
+    return [inputs[0] * layer_weight(by, parts.get(name, ())) for name, _ in model.named_children()]
 
 
 def tokens_of(settings: "TrainSettings", split: Parallel, length: int) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ print(json.dumps(codes))
 @pytest.mark.ranks
 def test_ranks_train_and_save_without_pydantic_yaml_and_a_compiler(tmp_path: Path) -> None:
     orders = []
-    for mode, size in (("single", 1), ("bucketed", 2), ("zero3", 2)):
+    for mode, size in (("single", 1), ("bucketed", 2), ("zero3", 2), ("tensor", 2), ("1f1b", 2)):
         section = {"model": GPT, "data": "synthetic", "mode": mode, "batch_size": 8, "steps": 3, "log_every": 1}
         job = job_of({**section, "evaluate": False, "deterministic": True}, checkpoint={"every_steps": 2})
         assert not job.settings.uses_compiler
@@ -102,7 +102,7 @@ def test_ranks_train_and_save_without_pydantic_yaml_and_a_compiler(tmp_path: Pat
         timeout=60,
         check=True,
     )
-    assert json.loads(ended.stdout.splitlines()[-1]) == [0] * 5, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [0] * 9, ended.stderr
     for mode in ("single", "bucketed", "zero3"):
         rows = [json.loads(line) for line in (tmp_path / mode / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
