@@ -54,8 +54,8 @@ def cuts_of(
 def _weights(model: LayerStack, by: By, inputs: Sequence[int]) -> list[float]:
     """Return the weight of every layer.
 
-    The operations of Muster's own models are in a table, which `plan` reads, too. To count them on the meta device takes
-    PyTorch's compiler, whose import costs 2 s of CPU time.
+    The operations of Muster's own models are in a table, which `plan` reads, too. On the meta device, counting them
+    would import PyTorch's compiler: 2 s of CPU time.
     """
     shape = model.shape
     if by != "flops" or shape is None:
