@@ -37,13 +37,13 @@ AGAIN = {"ddp": 2, "epochs": 3, "fsdp2": 1, "without": 2}  # the ranks of the la
 KEPT = ["ddp", "fsdp2"]  # torchrun below kills a rank of epochs.py, too, and continues it on more ranks
 EPOCHS = 16  # enough to be stopped in, however slow this machine is to say so
 WORDS = {
-    "ddp": ["--steps", "1500"],
+    "ddp": ["--steps", "1000"],
     "epochs": ["--epochs", str(EPOCHS)],
     "fsdp2": ["--steps", "150"],
-    "without": ["--steps", "1500"],
+    "without": ["--steps", "1000"],
 }
 ENDS = {"fsdp2"}  # ends with its killed rank, and is resumed; the others restart, and are stopped
-EVERY = {"ddp": 600, "epochs": 20, "fsdp2": 20, "without": 20}  # steps between two saves
+EVERY = {"ddp": 300, "epochs": 20, "fsdp2": 20, "without": 20}  # steps between two saves
 
 
 class Started(LiveRun):
@@ -297,13 +297,13 @@ def test_the_commands_that_look_show_a_run_of_ones_own(
         assert main([*words, "--runs", str(run.path.parent)]) == 0
         return capsys.readouterr().out
 
-    assert re.search(r"^step +1500 of 1500, loss 0\.\d+, ", said("status"), re.MULTILINE)
-    assert re.search(r"1500 of 1500 +1500 +0\.\d+ +done +\S+ [KM]B$", said("list"), re.MULTILINE)
+    assert re.search(r"^step +1000 of 1000, loss 0\.\d+, ", said("status"), re.MULTILINE)
+    assert re.search(r"1000 of 1000 +1000 +0\.\d+ +done +\S+ [KM]B$", said("list"), re.MULTILINE)
     why = said("why")
     assert "rank 1 on node 0" in why
     assert re.search(r"losses of \d+ steps that were repeated are identical", why), why
     (newest, *_) = json.loads(said("checkpoint", "list", "--json"))
-    assert (newest["step"], newest["world_size"]) == (1500, 2)
+    assert (newest["step"], newest["world_size"]) == (1000, 2)
     assert "good" in said("checkpoint", "verify")
     assert re.search(r"^optimizer/0\.weight/exp_avg +F32 +\[256, 64\]", said("checkpoint", "show"), re.MULTILINE)
     said("checkpoint", "export", "-o", str(tmp_path / "model.safetensors"))
