@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from muster.jobs.machine import procfs
@@ -26,6 +27,7 @@ MFD_CLOEXEC: Final = 1
 MFD_ALLOW_SEALING: Final = 2
 F_ADD_SEALS: Final = 1033
 F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
+IN_OPEN: Final = 0x20
 # The signals that ask a rank to save or stop. Launchers and schedulers send them to all of its processes, too.
 ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -123,6 +125,13 @@ def memory_file(name: str, size: int | None = None) -> int:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEALS_OF_SIZE)
     return descriptor
+
+
+def openings(path: Path) -> int:
+    """Return a descriptor that becomes readable when a process opens a file: inotify(7)."""
+    watch = checked(LIBC.inotify_init1(os.O_CLOEXEC), "inotify_init1: ")
+    checked(LIBC.inotify_add_watch(watch, os.fsencode(path), IN_OPEN), "inotify_add_watch: ")
+    return watch
 
 
 def checked(code: int, what: str = "") -> int:
