@@ -16,7 +16,10 @@ from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from support.agents import LOOPBACK, Started
+from support.exact_jobs import TRAIN, tokens
 from support.live import kill
+from support.programs import Programs
+from support.resuming import hashes
 from support.sshd import Sshd
 
 T0 = 1735689600.0  # 2025-01-01 00:00:00 UTC
@@ -200,3 +203,28 @@ def listening() -> Iterator[socket.socket]:
     """A port that listens; the supervisor's."""
     with socket.create_server((LOOPBACK, 0)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """Return the hashes of the last checkpoint of a training on one rank, by the keys that differ from `TRAIN`.
+
+    All exact modes have the same ones.
+    """
+    found: dict[str, dict[str, str]] = {}
+
+    def of(keys: dict[str, Any]) -> dict[str, str]:
+        train = {**TRAIN, "data": tokens(pause_s=0.0), **keys}
+        given = {key: each for key, each in train.items() if each is not None}
+        text = json.dumps({"train": given, "checkpoint": {"every_steps": 1000}})
+        if text not in found:
+            folder = tmp_path_factory.mktemp("whole")
+            (folder / "job.yaml").write_text(text)
+            ended = programs.run("-m", "muster.jobs.train", folder / "job.yaml", "--runs", folder / "runs")
+            assert ended.returncode == 0, ended.stderr
+            found[text] = hashes(next((folder / "runs").glob("[!.]*")))
+        return found[text]
+
+    return of

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,6 @@ def job(
         "restart": {"max": 5, "backoff": 0.0, "in_place": "auto", **restart},
     }
     return json.dumps(described)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the hashes of the last checkpoint of a run of one rank; all exact modes have the same ones."""
-
-    @cache
-    def of(text: str) -> dict[str, str]:
-        train = {"data": tokens(pause_s=0.0), **json.loads(text)}
-        live = LiveRun(tmp_path_factory.mktemp("whole"), job(ranks=1, train=train))
-        assert live.end() == 0, live.err
-        return hashes(live.run.path)
-
-    return lambda train: of(json.dumps(train))
 
 
 def wait_step(live: LiveRun, step: int, attempt: int | None = None) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.launch.node.copies import SHARED_MEMORY
-from support.exact_jobs import STEPS, TRAIN, tokens
+from support.bench import free_port
+from support.exact_jobs import STEPS, TRAIN
 from support.live import LiveRun, wait_until
+from support.programs import Programs
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
@@ -34,21 +35,6 @@ def job(*, nodes: int = 4, train: dict[str, Any] | None = None, checkpoint: Any 
         "restart": {"max": 5, "backoff": 0.0, **restart},
     }
     return json.dumps(described)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the hashes of the last checkpoint of a run of one rank, for some settings."""
-
-    @cache
-    def of(text: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp("whole")
-        train = {"data": tokens(pause_s=0.0), **json.loads(text)}
-        live = LiveRun(folder, job(nodes=1, train=train, checkpoint={"every_steps": 1000}))
-        assert live.end() == 0, live.err
-        return hashes(live.run.path)
-
-    return lambda train: of(json.dumps(train))
 
 
 def wait_copied(live: LiveRun, step: int) -> None:
@@ -182,7 +168,7 @@ for step in run.steps(40, state):
 """
 
 
-def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
+def test_a_program_with_a_session_continues_from_memory(tmp_path: Path, programs: Programs) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     described = {
         "nodes": 2,
@@ -192,16 +178,10 @@ def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
         "checkpoint": CHECKPOINT,
         "restart": {"max": 5, "backoff": 0.0},
     }
-    runs = []
-    for name in ("hurt", "whole"):
-        (tmp_path / name).mkdir()
-        live = LiveRun(tmp_path / name, json.dumps(described))
-        if name == "hurt":
-            wait_copied(live, 15)
-            os.kill(started(live, 0)[1], signal.SIGKILL)
-        assert live.end() == 0, live.err
-        runs.append(live)
-    hurt = runs[0]
+    hurt = LiveRun(tmp_path, json.dumps(described))
+    wait_copied(hurt, 15)
+    os.kill(started(hurt, 0)[1], signal.SIGKILL)
+    assert hurt.end() == 0, hurt.err
     _, second = read_lines(hurt.run.attempts)
     assert second["from"].endswith(" in memory")
     assert second["from_step"] >= 15
@@ -209,5 +189,11 @@ def test_a_program_with_a_session_continues_from_memory(tmp_path: Path) -> None:
         hurt.run.attempt(1).out(0).read_text()
     )
     assert [row["step"] for row in hurt.events("saved")] == [40]
-    ends = [{key: value for key, value in hashes(live.run.path).items() if "rng/" not in key} for live in runs]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    group |= {"MUSTER_RUNS": str(tmp_path / "whole")}
+    ranks = [{**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    whole = [programs.start(tmp_path / "program.py", env=environ) for environ in ranks]
+    assert [rank.wait().returncode for rank in whole] == [0, 0]
+    runs = (hurt.run.path, next((tmp_path / "whole").glob("[!.]*")))
+    ends = [{key: value for key, value in hashes(run).items() if "rng/" not in key} for run in runs]
     assert ends[0] == ends[1]  # but for the generators of Python and NumPy, which the program does not seed

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class LiveRun:
                 live.process.kill()
                 live.process.communicate()
 
-    @property
+    @cached_property
     def run(self) -> RunDir:
         """The run folder; waits for it."""
         wait_until(lambda: self.root.is_dir() and any(self.root.glob("[!.]*")), "the run folder")
