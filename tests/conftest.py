@@ -189,7 +189,7 @@ def asked(server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, A
     return answer
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def programs(rank_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Start programs that have imported torch already."""
     return Programs(partial(asked, rank_server), tmp_path_factory.mktemp("programs"))

@@ -15,8 +15,11 @@ from muster.jobs.basics.files import append_line
 from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
+from muster.launch.node import rank_parent_link
+from muster.launch.transports import local
 from support.agents import LOOPBACK, Started
 from support.live import kill
+from support.programs import Program, Programs
 from support.sshd import Sshd
 
 T0 = 1735689600.0  # 2025-01-01 00:00:00 UTC
@@ -140,6 +143,25 @@ def start_process() -> Iterator[Starter]:
     starter = Starter()
     yield starter
     starter.stop()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks(programs: Programs) -> Iterator[None]:
+    """Let runs that a test starts in its own process have ranks that have imported torch already.
+
+    Not for tests of processes or their imports: those of the run do not show its variables.
+    """
+
+    def start(
+        sockets: list[socket.socket], *, python: str, of_job: list[str], preload: str, env: dict[str, str]
+    ) -> Program:
+        fds = ",".join(str(4 + number) for number in range(len(sockets)))
+        words = ("-m", rank_parent_link.WARM, "--fds", fds, "--preload", preload)
+        return programs.start(*words, env=env, descriptors=[each.fileno() for each in sockets])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "start_warm", start)
+        yield
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Programs in forks of `rank_server.py`, which has imported torch: a start costs 0.05 s of CPU time, not 2 s."""
 
 import os
+import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ class Programs:
         self._started = 0
 
     def start(
-        self, *argv: str | Path, env: Mapping[str, str] = os.environ, cwd: Path | None = None, stdin: Path | None = None
+        self,
+        *argv: str | Path,
+        env: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
+        stdin: Path | None = None,
+        descriptors: Sequence[int] = (),
     ) -> Program:
-        """Start a program. `stdin`: a file that it reads; it may be a FIFO."""
+        """Start a program. `stdin`: a file that it reads; it may be a FIFO. It has `descriptors` as 4, 5, ..."""
         words = [str(word) for word in argv]
         out, err = (self._folder / f"program-{self._started}.{stream}" for stream in ("out", "err"))
         self._started += 1
@@ -43,8 +49,17 @@ class Programs:
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "files": [str(stdin or os.devnull), str(out), str(err)],
+            "descriptors": str(out.with_suffix(".socket")) if descriptors else None,
         }
-        return Program(self._ask, words, self._ask({"start": words, **order})["pid"], out, err)
+        with socket.socket(socket.AF_UNIX) as giver:
+            if descriptors:
+                giver.bind(order["descriptors"])
+                giver.listen()
+            program = Program(self._ask, words, self._ask({"start": words, **order})["pid"], out, err)
+            if descriptors:
+                with giver.accept()[0] as taker:
+                    socket.send_fds(taker, [b"."], descriptors)
+        return program
 
     def run(self, *argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a program to its end."""
