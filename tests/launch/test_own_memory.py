@@ -9,7 +9,7 @@ import pytest
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.launch.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
