@@ -98,12 +98,14 @@ class LiveRun:
         self.process.send_signal(signal.SIGINT)
 
 
-def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for a condition with a deadline."""
+def wait_until(
+    condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, *, every_s: float = 0.02
+) -> None:
+    """Wait for a condition with a deadline. `every_s`: longer where to ask is dear, as a program of its own is."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def kill(*pids: int) -> None:
