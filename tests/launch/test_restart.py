@@ -15,7 +15,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.cli import main
 from support.live import LiveRun, argv, wait_until
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 OWN_PROGRAM = Path(__file__).parents[1] / "support" / "own_program.py"
 # A rank sleeps until the attempt that is to end well.

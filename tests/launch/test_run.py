@@ -14,7 +14,7 @@ from muster.jobs.runfolder.rundir import RunDir, list_runs, make_run, run_path
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 from support.programs import Programs
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def test_every_rank_gets_its_variables_and_its_own_log_and_rank_0_is_shown(tmp_path: Path) -> None:

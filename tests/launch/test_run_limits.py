@@ -21,7 +21,7 @@ from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 from support.terminals import through_pipes
 from support.users import needs_root
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def fill(path: Path) -> None:

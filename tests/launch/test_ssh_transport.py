@@ -30,7 +30,7 @@ from support.live import LiveRun, argv, wait_until
 from support.sshd import ADDRESSES, Sshd
 from support.terminals import through_pipes
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.usefixtures("forked_supervisors")]
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["ssh", "pdsh"])
 # What agents and runs do by themselves, whichever client started them: with pdsh it is a soak.

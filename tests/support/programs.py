@@ -1,25 +1,46 @@
 """Programs in forks of `rank_server.py`, which has imported torch: a start costs 0.05 s of CPU time, not 2 s."""
 
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muster.jobs.machine import procfs
+
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Program:
-    """A started program. Its standard output and error are the files `out` and `err`."""
+    """A started program, used as subprocess.Popen is. Its standard output and error are the files `out` and `err`."""
 
     def __init__(self, ask: Ask, argv: list[str], pid: int, out: Path, err: Path) -> None:
         self._ask, self.argv, self.pid, self.out, self.err = ask, argv, pid, out, err
+        self.returncode: int | None = None
 
     def wait(self, deadline_s: float = 90.0) -> subprocess.CompletedProcess[str]:
         """Wait for its end; at the deadline it is killed."""
-        code = self._ask({"wait": self.pid, "deadline_s": deadline_s})["code"]
-        return subprocess.CompletedProcess(self.argv, code, self.out.read_text(), self.err.read_text())
+        if self.returncode is None:
+            self.returncode = self._ask({"wait": self.pid, "deadline_s": deadline_s})["code"]
+        return subprocess.CompletedProcess(self.argv, self.returncode, self.out.read_text(), self.err.read_text())
+
+    def communicate(self, timeout: float = 90.0) -> tuple[str, str]:
+        done = self.wait(timeout)
+        return done.stdout, done.stderr
+
+    def poll(self) -> int | None:
+        """Return its exit code once it has ended."""
+        fields = procfs.stat(self.pid) if self.returncode is None else None  # it has a pid until it is waited for
+        return None if fields is not None and not procfs.is_dead(fields) else self.wait().returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Programs:
