@@ -15,7 +15,7 @@ from muster.jobs.basics.files import append_line
 from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
-from muster.launch.node import rank_parent_link
+from muster.launch.node.rank_parent_link import WARM
 from muster.launch.transports import local
 from support.agents import LOOPBACK, Started
 from support.live import kill
@@ -152,12 +152,9 @@ def forked_ranks(programs: Programs) -> Iterator[None]:
     Not for tests of processes or their imports: those of the run do not show its variables.
     """
 
-    def start(
-        sockets: list[socket.socket], *, python: str, of_job: list[str], preload: str, env: dict[str, str]
-    ) -> Program:
-        fds = ",".join(str(4 + number) for number in range(len(sockets)))
-        words = ("-m", rank_parent_link.WARM, "--fds", fds, "--preload", preload)
-        return programs.start(*words, env=env, descriptors=[each.fileno() for each in sockets])
+    def start(sockets: list[socket.socket], *, preload: str, env: dict[str, str], **_: object) -> Program:
+        words = ("--fds", ",".join(str(4 + number) for number in range(len(sockets))), "--preload", preload)
+        return programs.start("-m", WARM, *words, env=env, descriptors=[each.fileno() for each in sockets])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "start_warm", start)

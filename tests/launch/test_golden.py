@@ -15,7 +15,6 @@ from shutil import copytree
 import pytest
 
 from muster.jobs.basics import exits
-from muster.launch.cli import main
 
 pytestmark = [pytest.mark.command, pytest.mark.usefixtures("forked_ranks")]
 
@@ -51,17 +50,6 @@ def golden(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     folder = copytree(unpacked, tmp_path / "golden")
     monkeypatch.setenv("MUSTER_RUNS", str(folder / "runs"))
     return folder
-
-
-@pytest.fixture
-def in_process(capfd: pytest.CaptureFixture[str]) -> Muster:
-    """Return a function that runs `muster ...` in this process: (code, out, err). Ranks need a standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return (main([*arguments]), *capfd.readouterr())
-
-    return run
 
 
 def test_status_and_why_read_every_run(golden: Path, in_process: Muster) -> None:
