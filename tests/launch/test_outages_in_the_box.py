@@ -19,7 +19,7 @@ from support.live import LiveRun, wait_until
 from support.terminals import through_pipes
 
 pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(300)]
-pytestmark += [pytest.mark.usefixtures("forked_ranks")]  # those of the one process that nothing happens to
+pytestmark += [pytest.mark.usefixtures("forked_supervisors", "forked_ranks")]  # ranks: of who nothing happens to
 
 TRAINING: dict[str, Any] = {
     "name": "outage",

@@ -58,7 +58,7 @@ def names(folder: Path) -> set[str]:
 
 
 @WHOLE
-def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunDir, work: Path) -> None:
+def test_muster_s_own_packages_alone_are_copied_whole_and_agents_start_there(run: RunDir, work: Path) -> None:
     taken = take(run, workdir=work, program=False)
     assert taken == CodeSnapshot(run.code, work)
     assert fingerprint(str(taken.code)) == fingerprint()
@@ -72,6 +72,12 @@ def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunD
         *(str(CODE_ROOT), fingerprint()),
         None,
     )
+    (taken.code / "muster" / "launch" / "where.py").write_text(
+        "from muster.jobs.basics import errors; print(errors.__file__)\n"
+    )
+    argv = module_argv(sys.executable, "muster.launch.where", str(taken.code))
+    said = subprocess.run(argv, capture_output=True, text=True).stdout.strip()
+    assert said == f"{taken.code}/muster/jobs/basics/errors.py"
 
 
 @WHOLE
@@ -86,19 +92,6 @@ def test_two_runs_have_one_copy_of_our_code_and_each_its_own_of_the_users(run: R
     assert not (first.workdir / "train.py").samefile(second.workdir / "train.py")
     shutil.rmtree(run.path)
     assert fingerprint(str(second.code)) == fingerprint()
-
-
-@WHOLE
-def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
-    taken = take(run, workdir=work, program=False)
-    (taken.code / "muster" / "launch" / "where.py").write_text(
-        "from muster.jobs.basics import errors; print(errors.__file__)\n"
-    )
-    argv = module_argv(sys.executable, "muster.launch.where", str(taken.code))
-    assert (
-        subprocess.run(argv, capture_output=True, text=True).stdout.strip()
-        == f"{taken.code}/muster/jobs/basics/errors.py"
-    )
 
 
 @WHOLE
