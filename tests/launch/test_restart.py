@@ -144,11 +144,7 @@ def test_a_program_that_saves_grows_back_to_a_node_whose_agent_was_lost(tmp_path
     live.interrupt()
     assert live.end() == exits.STOPPED, live.err
     ended = rows(live.run)
-    assert [(row["world_size"], row["class"]) for row in ended] == [
-        (2, "unreachable"),
-        (1, "requeue"),
-        (2, "stopped"),
-    ]
+    assert [(row["world_size"], row["class"]) for row in ended] == [(2, "unreachable"), (1, "requeue"), (2, "stopped")]
     assert ended[1]["cause"].startswith("stopped to continue on 2 nodes, ")
     assert ended[1]["lost_steps"] == 0
     assert live.left() == []
