@@ -195,6 +195,14 @@ def programs(rank_server: subprocess.Popen[str], tmp_path_factory: pytest.TempPa
     return Programs(partial(asked, rank_server), tmp_path_factory.mktemp("programs"))
 
 
+@pytest.fixture(scope="module")
+def forked_supervisors(programs: Programs) -> Iterator[None]:
+    """Let every `LiveRun` be a fork that has imported Muster already: 0.4 s of CPU time less. Its ranks are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LiveRun, "programs", programs)
+        yield
+
+
 @pytest.fixture
 def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.

@@ -5,7 +5,8 @@ One JSON line out: {"results": [value or null, ...], "errors": [text or null, ..
 
 It also runs whole programs, in forks that `support/programs.py` describes:
 
-{"start": [FILE, ARGUMENT, ...], "env": {...}, "cwd": path, "files": [standard input, output, error]}  ->  {"pid": pid}
+{"start": [FILE, ARGUMENT, ...], "env": {...}, "cwd": path, "files": [standard input, output, error],
+ "descriptors": null or the path of a socket that gives them}  ->  {"pid": pid}
 {"wait": pid, "deadline_s": s}  ->  {"code": exit status, negative after a signal}
 
 Each rank is a fork in a process group of its own; at the deadline all are killed. Ranks that are left when one fails
@@ -21,6 +22,7 @@ import runpy
 import select
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -87,7 +89,7 @@ def status_of(pid: int, deadline_s: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run_program(argv: list[str], files: list[str], cwd: str, env: dict[str, str]) -> None:
+def run_program(argv: list[str], files: list[str], cwd: str, env: dict[str, str], descriptors: str | None) -> None:
     """Run a program in this fork, as a new interpreter does."""
     linux.die_with_parent(os.getppid())
     os.setsid()
@@ -95,6 +97,10 @@ def run_program(argv: list[str], files: list[str], cwd: str, env: dict[str, str]
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if descriptors:
+        with socket.socket(socket.AF_UNIX) as giver:  # it is 3, so they are 4 and those that follow
+            giver.connect(descriptors)
+            socket.recv_fds(giver, 1, 100)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -210,7 +216,7 @@ if __name__ == "__main__" and (request := main()):
     status = 1
     atexit.register(leave)
     try:
-        run_program(request["start"], request["files"], request["cwd"], request["env"])
+        run_program(request["start"], request["files"], request["cwd"], request["env"], request["descriptors"])
         status = 0
     except SystemExit as error:
         status = code if isinstance(code := (*error.args, 0)[0] or 0, int) else 1

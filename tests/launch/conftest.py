@@ -15,10 +15,12 @@ from muster.jobs.basics.files import append_line
 from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
+from muster.launch.node.rank_parent_link import WARM
+from muster.launch.transports import local
 from support.agents import LOOPBACK, Started
 from support.exact_jobs import TRAIN, tokens
 from support.live import kill
-from support.programs import Programs
+from support.programs import Program, Programs
 from support.resuming import hashes
 from support.sshd import Sshd
 
@@ -143,6 +145,22 @@ def start_process() -> Iterator[Starter]:
     starter = Starter()
     yield starter
     starter.stop()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks(programs: Programs) -> Iterator[None]:
+    """Let runs that a test starts in its own process have ranks that have imported torch already.
+
+    Not for tests of processes or their imports: those of the run do not show its variables.
+    """
+
+    def start(sockets: list[socket.socket], *, preload: str, env: dict[str, str], **_: object) -> Program:
+        words = ("--fds", ",".join(str(4 + number) for number in range(len(sockets))), "--preload", preload)
+        return programs.start("-m", WARM, *words, env=env, descriptors=[each.fileno() for each in sockets])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "start_warm", start)
+        yield
 
 
 @pytest.fixture

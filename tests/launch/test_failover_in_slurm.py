@@ -88,7 +88,7 @@ class Training(BoxUser):
 
     def close(self) -> None:
         super().close()
-        wait_until(lambda: not self.queued(), "an empty queue")
+        wait_until(lambda: not self.queued(), "an empty queue", every_s=0.2)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_after_a_lost_node_the_others_go_on_without_leaving_the_queue(train: Any
         assert training.hosts(1) == ["node0"]
         # Slurm itself notices later, and takes only the node out of the job.
         state = ("squeue", "--noheader", "--format=%T %N")
-        wait_until(lambda: training.client(*state).strip() == "RUNNING node0", "Slurm's word on it")
+        wait_until(lambda: training.client(*state).strip() == "RUNNING node0", "Slurm's word on it", every_s=0.2)
         before = training.saved(1)
         wait_until(lambda: training.saved(1) > before, "a training that goes on")
         assert len(training.events("allocation")) == 1

@@ -16,7 +16,7 @@ import pytest
 
 from muster.jobs.basics import exits
 
-pytestmark = pytest.mark.command
+pytestmark = [pytest.mark.command, pytest.mark.usefixtures("forked_ranks")]
 
 GOLDEN = Path(__file__).parent / "golden"
 ENDS = {  # a part of the run's name: what `muster why` says of its end
@@ -133,19 +133,12 @@ def test_resume_refuses_a_mode_that_is_gone(golden: Path, in_process: Muster) ->
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "steps"), [("plain-2", 14), ("zero-", 14), ("pipeline-", 14), ("in-place-", 402)])
-def test_resume_continues_from_the_checkpoint(golden: Path, in_process: Muster, name: str, steps: int) -> None:
-    code, text, said = in_process("resume", name, *here(golden), "--set", f"train.steps={steps}")
+@pytest.mark.parametrize("name", ["plain-2", "zero-", "pipeline-", "in-place-", "queued-"])
+def test_resume_continues_from_the_checkpoint_also_a_run_of_slurm(golden: Path, in_process: Muster, name: str) -> None:
+    steps, on = 402 if name == "in-place-" else 14, ("--on", "local") if name == "queued-" else ()
+    code, text, said = in_process("resume", name, *on, *here(golden), "--set", f"train.steps={steps}")
     assert code == 0, said
     assert f"step {steps}/{steps}" in text + said
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_resume_continues_a_run_of_slurm_on_this_machine(golden: Path, in_process: Muster) -> None:
-    code, text, said = in_process("resume", "queued-", "--on", "local", *here(golden), "--set", "train.steps=14")
-    assert code == 0, said
-    assert "step 14/14" in text + said
 
 
 @pytest.mark.slow

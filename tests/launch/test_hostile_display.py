@@ -13,25 +13,10 @@ from support.terminals import ATTACKS, HOSTILE, forbidden_in, on_terminal, throu
 pytestmark = [pytest.mark.command, pytest.mark.slow]
 
 LOOKS = (
-    ("list",),
-    ("list", "--json"),
-    ("status",),
-    ("status", "--json"),
-    ("watch",),
-    ("watch", "--json"),
-    ("logs",),
-    ("logs", "--attempt", "all", "--rank", "0"),
-    ("logs", "--json"),
-    ("logs", "--raw", "--json"),
-    ("why",),
-    ("why", "--json"),
-    ("timeline",),
-    ("memory", "--run", "vgg"),
-    ("profile",),
-    ("checkpoint", "list"),
-    ("stop",),
-    ("status", HOSTILE.replace("\0", "")),
-    ("checkpoint", "show", HOSTILE.replace("\0", "")),
+    *(("list",), ("list", "--json"), ("status",), ("status", "--json"), ("watch",), ("watch", "--json")),
+    *(("logs",), ("logs", "--attempt", "all", "--rank", "0"), ("logs", "--json"), ("logs", "--raw", "--json")),
+    *(("why",), ("why", "--json"), ("timeline",), ("memory", "--run", "vgg"), ("profile",), ("checkpoint", "list")),
+    *(("stop",), *((*words, HOSTILE.replace("\0", "")) for words in (("status",), ("checkpoint", "show")))),
 )
 
 

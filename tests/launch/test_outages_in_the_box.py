@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +12,14 @@ import pytest
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.cli import main
 from support.box import LiveBox
 from support.exact_jobs import GPT, tokens
 from support.live import LiveRun, wait_until
 from support.terminals import through_pipes
 
 pytestmark = [pytest.mark.command, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors", "forked_ranks")]  # ranks: of who nothing happens to
 
 TRAINING: dict[str, Any] = {
     "name": "outage",
@@ -104,8 +104,8 @@ def check_losses(live: LiveRun, folder: Path, *, lacking: int = 0) -> None:
     folder.mkdir()
     unpaced = {**TRAINING, "train": {**TRAINING["train"], "data": tokens(pause_s=0.0)}}
     (folder / "job.yaml").write_text(json.dumps(unpaced))
-    argv = [sys.executable, "-m", "muster", "run", str(folder / "job.yaml"), "--runs", str(folder / "runs")]
-    subprocess.run([*argv, "--set", "nodes=1", "--set", steps], check=True, capture_output=True, timeout=200)
+    argv = ["run", str(folder / "job.yaml"), "--runs", str(folder / "runs")]
+    assert main([*argv, "--set", "nodes=1", "--set", steps]) == 0
     (reference,) = (folder / "runs").iterdir()
     wanted = losses(RunDir(reference))
     assert len(wanted) - len(found) <= lacking

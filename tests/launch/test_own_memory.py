@@ -2,14 +2,31 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from muster.jobs.basics.boot import CODE_ROOT
+from muster.launch.bench import ranks_python
 from muster.launch.cli import main
+from support.programs import Programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
+
+
+@pytest.fixture(autouse=True)
+def _forks_are_asked(monkeypatch: pytest.MonkeyPatch, programs: Programs, tmp_path: Path) -> None:
+    """What is asked of the ranks' Python is answered by a program that has imported torch already."""
+
+    def run(argv: list[str], *, input: str, cwd: str, env: dict[str, str], **_: Any) -> Any:
+        (tmp_path / "input").write_text(input)
+        return programs.run("-m", argv[-1], stdin=tmp_path / "input", cwd=cwd, env=env)
+
+    asked = SimpleNamespace(run=run, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(ranks_python, "subprocess", asked)
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.cli import main
 from support.live import LiveRun, argv, wait_until
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
+OWN_PROGRAM = Path(__file__).parents[1] / "support" / "own_program.py"
 # A rank sleeps until the attempt that is to end well.
 FAILING = """
 import os, sys, time
@@ -132,21 +134,17 @@ def test_fewer_nodes_go_on_without_waiting_for_a_lost_one(tmp_path: Path) -> Non
     assert live.left() == []
 
 
-def test_a_training_grows_back_to_a_node_whose_agent_was_lost(tmp_path: Path) -> None:
-    train = "{model: gpt-nano, data: synthetic, mode: allreduce, batch_size: 4, steps: 1000000, evaluate: false}"
-    text = f"nodes: 2\ngrace_s: 1\ntrain: {train}\ncheckpoint: {{every_steps: 5}}\nrestart: {{max: 1, min_nodes: 1}}\n"
-    live = LiveRun(tmp_path, text)
+def test_a_program_that_saves_grows_back_to_a_node_whose_agent_was_lost(tmp_path: Path) -> None:
+    # Trainings do in the box: see test_outages_in_the_box.py.
+    command = json.dumps([sys.executable, str(OWN_PROGRAM), "1000000", "5"])
+    live = LiveRun(tmp_path, f"nodes: 2\ngrace_s: 1\ncommand: {command}\nrestart: {{max: 1, min_nodes: 1}}\n")
     live.wait_for("saved")
     os.kill(agent_of(live, 1), signal.SIGKILL)
     live.wait_for("first_step", 3)
     live.interrupt()
     assert live.end() == exits.STOPPED, live.err
     ended = rows(live.run)
-    assert [(row["world_size"], row["class"]) for row in ended] == [
-        (2, "unreachable"),
-        (1, "requeue"),
-        (2, "stopped"),
-    ]
+    assert [(row["world_size"], row["class"]) for row in ended] == [(2, "unreachable"), (1, "requeue"), (2, "stopped")]
     assert ended[1]["cause"].startswith("stopped to continue on 2 nodes, ")
     assert ended[1]["lost_steps"] == 0
     assert live.left() == []

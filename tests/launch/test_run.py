@@ -1,5 +1,6 @@
 """`muster run`, as a user starts it: real agents, a real warm process, real ranks. What ranks say, and end with."""
 
+import json
 import os
 import re
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.runfolder.rundir import RunDir, list_runs, make_run, run_path
-from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two
+from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
+from support.programs import Programs
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def test_every_rank_gets_its_variables_and_its_own_log_and_rank_0_is_shown(tmp_path: Path) -> None:
@@ -136,18 +138,26 @@ def test_runs_of_one_second_are_listed_in_the_order_they_began(tmp_path: Path) -
     assert [run.run_id for run in list_runs(tmp_path)] == names
 
 
-def test_torch_programs_meet_at_the_store_that_the_agent_hosts(tmp_path: Path) -> None:
-    code = """
+def test_torch_programs_meet_at_the_store_that_the_agent_hosts(tmp_path: Path, programs: Programs) -> None:
+    # A rank is a shell that hands its variables on, to a program that has imported torch already.
+    rank = f"cd {tmp_path}; env -0 >$RANK; touch told-$RANK; until [ -e met ]; do sleep 0.1; done"
+    live = LiveRun(tmp_path, f"nodes: 2\ncommand: {json.dumps(['sh', '-c', rank])}\n")
+    (tmp_path / "program.py").write_text("""
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 print(total.item(), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
 dist.destroy_process_group()
-"""
-    live = LiveRun(tmp_path, "nodes: 2\n" + argv(code))
+""")
+    wait_until(lambda: len(list(tmp_path.glob("told-*"))) == 2, "the ranks' variables")
+    told = [(tmp_path / rank).read_text().split("\0")[:-1] for rank in "01"]
+    started = [
+        programs.start(tmp_path / "program.py", env=dict(each.split("=", 1) for each in words)) for words in told
+    ]
+    assert [each.wait().stdout for each in started] == ["2.0 True\n"] * 2
+    (tmp_path / "met").touch()
     assert live.end() == 0, live.err
-    assert live.out == "2.0 True\n"
 
 
 def test_setup_lines_run_once_a_node_and_a_failing_one_refuses_the_job(tmp_path: Path) -> None:

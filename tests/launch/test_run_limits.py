@@ -21,7 +21,7 @@ from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 from support.terminals import through_pipes
 from support.users import needs_root
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def fill(path: Path) -> None:
@@ -51,14 +51,14 @@ time.sleep(1000)
 
 
 def test_a_program_may_prepare_for_longer_than_the_start_time_out_before_it_meets(tmp_path: Path) -> None:
-    code = """
-import os, time
+    code = f"""
+import os, socket, time
 if os.environ["RANK"] == "0":
     time.sleep(8)  # longer than start_timeout_s and the time added to it
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-dist.destroy_process_group()
+connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+open({str(tmp_path)!r} + "/met-" + os.environ["RANK"], "w").close()
+while not all(os.path.exists(f"{tmp_path}/met-{{rank}}") for rank in range(4)):
+    time.sleep(0.1)
 """
     live = LiveRun(tmp_path, two_by_two(code, start_timeout_s=1))
     assert live.end() == 0, live.err

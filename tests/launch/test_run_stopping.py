@@ -12,7 +12,7 @@ from muster.jobs.machine.linux import descendants, kill_quietly
 from muster.launch.common.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, argv, parent_of, two_by_two, wait_until
 
-pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.usefixtures("forked_supervisors")]
 
 STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
 
@@ -51,7 +51,10 @@ def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nohup", "by"), [(False, "SIGHUP"), (True, "Ctrl-C")])
-def test_a_closed_terminal_ends_a_run_unless_it_was_started_by_nohup(tmp_path: Path, nohup: bool, by: str) -> None:
+def test_a_closed_terminal_ends_a_run_unless_it_was_started_by_nohup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nohup: bool, by: str
+) -> None:
+    monkeypatch.setattr(LiveRun, "programs", None)  # it inherits what this process ignores
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         live = LiveRun(tmp_path, two_by_two(SLEEP))

@@ -43,7 +43,7 @@ def login(user: BoxUser) -> Iterator[BoxUser]:
     """A login node; what is left in the queue is cancelled, and waited for."""
     yield user
     user.close()
-    wait_until(lambda: not user.queued(), "an empty queue")
+    wait_until(lambda: not user.queued(), "an empty queue", every_s=0.2)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def full(login: BoxUser) -> Iterator[str]:
     blocker = login.folder / "blocker.sh"
     blocker.write_text("#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null\nexec sleep 120\n")
     job_id = login.box.client("sbatch", "--parsable", str(blocker)).stdout.strip()
-    wait_until(lambda: is_queued(login, "RUNNING"), "the blocker")
+    wait_until(lambda: is_queued(login, "RUNNING"), "the blocker", every_s=0.2)
     yield job_id
     login.box.client("scancel", job_id)
 
@@ -80,7 +80,7 @@ def test_a_waiting_run_says_why_and_can_be_stopped(login: BoxUser, full: str) ->
 
 def test_ctrl_c_takes_a_waiting_job_out_of_the_queue(login: BoxUser, full: str) -> None:
     process = start(login, "run", job())
-    wait_until(lambda: is_queued(login, "PENDING"), "a waiting job")
+    wait_until(lambda: is_queued(login, "PENDING"), "a waiting job", every_s=0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_a_running_job_and_leaves_nothing(login: BoxUser) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
-    wait_until(lambda: not login.queued(), "an empty queue")
+    wait_until(lambda: not login.queued(), "an empty queue", every_s=0.2)
 
 
 def test_a_run_that_can_never_start_is_refused_in_the_end(login: BoxUser, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_end_of_the_supervisors_node_ends_the_run(login: BoxUser) -> None:
     try:
         _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode != 0, err
-        wait_until(lambda: not login.queued(), "an empty queue")
+        wait_until(lambda: not login.queued(), "an empty queue", every_s=0.2)
     finally:
         login.box.heal(where)
 

@@ -14,6 +14,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from support.exact_jobs import GPT, tokens
+from support.programs import Program, Programs
 
 DEADLINE_S = 90.0
 SLEEP = "import time; print('ready'); time.sleep(1000)"
@@ -37,13 +38,17 @@ class LiveRun:
     """One started `muster run`; `text` is the job file. Whatever a test does, `end_all` leaves none behind."""
 
     started: ClassVar[list["LiveRun"]] = []
+    programs: ClassVar[Programs | None] = None  # see the fixture `forked_supervisors`
 
     def __init__(self, folder: Path, text: str, *arguments: str) -> None:
         self.root = folder / "runs"
         job = folder / "job.yaml"
         job.write_text(text)
-        argv = [sys.executable, "-m", "muster", "run", str(job), "--runs", str(self.root), *arguments]
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        argv, pipe = ["-m", "muster", "run", str(job), "--runs", str(self.root), *arguments], subprocess.PIPE
+        if self.programs is not None:
+            self.process: Program | subprocess.Popen[str] = self.programs.start(*argv)
+        else:
+            self.process = subprocess.Popen([sys.executable, *argv], stdout=pipe, stderr=pipe, text=True)
         self.started.append(self)
 
     @classmethod
@@ -99,12 +104,14 @@ class LiveRun:
         self.process.send_signal(signal.SIGINT)
 
 
-def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for a condition with a deadline."""
+def wait_until(
+    condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, *, every_s: float = 0.02
+) -> None:
+    """Wait for a condition with a deadline. `every_s`: longer where to ask is dear, as a program of its own is."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def kill(*pids: int) -> None:

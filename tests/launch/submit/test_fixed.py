@@ -1,8 +1,6 @@
 """What a job derives from its world, and its result depends on, is fixed when the run is submitted."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from muster.jobs.spec.filled import fixed
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.rules import told_division
 from muster.jobs.spec.train import TrainSettings
+from muster.launch.cli import main
 
 pytestmark = pytest.mark.command
 
@@ -25,61 +24,53 @@ TRAIN = {"model": GPT, **SHORT, "mode": "1f1b", "exact": True}
 SAVING = {"nodes": 2, "threads_per_rank": "auto", "checkpoint": {"every_steps": 3}}
 
 
-def muster(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "muster", *words, "--runs", str(root / "runs")]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100, cwd=root, check=False)
-
-
-def begun(root: Path, train: dict[str, Any], name: str) -> RunDir:
-    """Train on two nodes."""
-    (root / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, **SAVING, "train": train}))
-    done = muster(root, "run", f"{name}.yaml")
-    assert done.returncode == 0, done.stderr
-    return RunDir(next((root / "runs").glob(f"{name}-*")))
-
-
 def losses(run: RunDir) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_lines(run.metrics)}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    return losses(begun(tmp_path_factory.mktemp("whole"), TRAIN, "whole"))
-
-
-RESUMED = ("--nodes", "1", "--set", "train.steps=6")
+RESUMED = ("--nodes", "1", "--from", "3")
 CHANGED = "1 rank instead of 2: batches are divided into 4 micro-batches instead of 8, which changes rounding"
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_pipeline_with_exact_keeps_its_bits_on_fewer_ranks(tmp_path: Path, whole: dict[int, float]) -> None:
-    run = begun(tmp_path, {**TRAIN, "steps": 3}, "new")
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_pipeline_keeps_its_bits_on_fewer_ranks_if_exact_and_else_says_what_changes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def muster(*words: str) -> tuple[int, str, str]:
+        code = main([*words, "--runs", str(tmp_path / "runs")])
+        return (code, *capfd.readouterr())
+
+    def begun(name: str, **train: Any) -> tuple[RunDir, dict[int, float], dict[str, Any]]:
+        """Train on two nodes; return the run, its losses, and its job as it was fixed."""
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"name": name, **SAVING, "train": {**TRAIN, **train}}))
+        code, _, err = muster("run", str(file))
+        assert code == 0, err
+        run = RunDir(next((tmp_path / "runs").glob(f"{name}-*")))
+        return run, losses(run), yaml.safe_load(run.job.read_text())
+
+    run, whole, job = begun("new")
     old = RunDir(shutil.copytree(run.path, run.path.with_name(run.run_id.replace("new", "old"))))
-    job = yaml.safe_load(run.job.read_text())
     assert job["train"].pop("microbatches") == 8
     assert job["threads_per_rank"] != "auto"
     old.job.write_text(yaml.safe_dump({**job, "threads_per_rank": "auto"}))  # as an earlier version submitted it
-    refused = muster(tmp_path, "resume", run.run_id, "--set", "train.microbatches=4", "--set", "train.steps=6")
-    assert (refused.returncode, "train.microbatches 8, but the job has 4" in refused.stderr) == (78, True)
+    code, _, err = muster("resume", run.run_id, "--from", "3", "--set", "train.microbatches=4")
+    assert (code, "train.microbatches 8, but the job has 4" in err) == (78, True)
     for each in (run, old):
-        again = muster(tmp_path, "resume", each.run_id, *RESUMED)
-        assert again.returncode == 0, again.stderr
-        assert CHANGED not in again.stdout
-        assert losses(each) == whole
+        code, out, err = muster("resume", each.run_id, *RESUMED)
+        assert code == 0, err
+        assert CHANGED not in out
+        assert (len(list(read_lines(each.metrics))), losses(each)) == (6 + 3, whole)
 
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_pipeline_without_exact_says_what_changes_on_fewer_ranks(tmp_path: Path, whole: dict[int, float]) -> None:
-    run = begun(tmp_path, {**TRAIN, "exact": False, "steps": 3}, "other")
-    job = yaml.safe_load(run.job.read_text())
+    other, _, job = begun("other", exact=False, steps=3)
     assert "microbatches" not in job["train"]
     assert job["threads_per_rank"] == "auto"
-    again = muster(tmp_path, "resume", run.run_id, *RESUMED)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.count(CHANGED) == 1
-    assert losses(run) != whole
+    code, out, err = muster("resume", other.run_id, *RESUMED, "--set", "train.steps=6")
+    assert code == 0, err
+    assert out.count(CHANGED) == 1
+    assert losses(other) != whole
 
 
 def job_of(train: dict[str, Any], **more: Any) -> Job:
