@@ -191,7 +191,7 @@ def test_without_a_network_it_says_so(ready: Path) -> None:
 
 
 @installing
-def test_a_moved_venv_is_begun_anew_and_a_call_that_had_no_network_is_gone_on_with(installed: Path, tmp_path: Path) -> None:
+def test_a_moved_venv_is_begun_anew_and_a_call_without_network_is_gone_on_with(installed: Path, tmp_path: Path) -> None:
     # All that setup.sh looks at; it says where it was made.
     copy = copy_to(tmp_path / "copy")
     (copy / ".venv").mkdir()
