@@ -36,15 +36,15 @@ SOAKED = {"bench", "failover", "hello", "single", "vgg11-bucketed", "vgg11-ddp",
 
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out a CIFAR-10 of 512 + 64 images and a python-source of one package: what is prepared, only smaller."""
+    """Lay out a CIFAR-10 of 64 + 16 images and a python-source of one package: what is prepared, only smaller."""
     root = tmp_path_factory.mktemp("data")
     (root / "cifar10").mkdir()
     draw = random.Random(0)
-    for name, images in (("train", 512), ("test", 64)):
+    for name, images in (("train", 64), ("test", 16)):
         rows = b"".join(bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(images))
         (root / "cifar10" / f"{name}.u8").write_bytes(rows)
     write_facts(root / "cifar10" / "meta.json", {"source": "made for a test"})
-    prepare_python_source(root, Path(sysconfig.get_path("stdlib")) / "asyncio")
+    prepare_python_source(root, Path(sysconfig.get_path("stdlib")) / "json")
     return root
 
 
