@@ -48,6 +48,8 @@ import muster.collectives_bench.catalog
 import muster.jobs.spec.job
 import muster.jobs.spec.load
 import muster.jobs.spec.train
+import muster.jobs.train.direct_run
+import muster.jobs.train.flags
 import muster.jobs.train.parallel.fsdp
 import muster.jobs.train.verify  # noqa: F401
 from muster.jobs.machine import linux

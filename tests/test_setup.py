@@ -55,6 +55,7 @@ def copy_to(folder: Path, packages: Sequence[str] = PACKAGES) -> Path:
         shutil.copy2(REPOSITORY / name, folder / name)
     for name in ("requirements", *packages):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "muster").mkdir(exist_ok=True)
     return folder
 
 
@@ -137,8 +138,8 @@ def installed(made: Made) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A fresh copy."""
-    return copy_to(tmp_path / "copy")
+    """A fresh copy, without packages."""
+    return copy_to(tmp_path / "copy", packages=())
 
 
 @installing
@@ -183,19 +184,16 @@ def test_what_one_call_added_the_next_keeps(installed: Path) -> None:
     assert (installed / ".venv/bin/pytest").exists()
 
 
-def test_a_half_made_venv_is_begun_anew_and_without_a_network_it_says_so(copy: Path) -> None:
-    (copy / ".venv/bin").mkdir(parents=True)
-    (copy / ".venv/setup.state").touch()
-    script(copy / ".venv/bin/python", "#!/bin/sh\necho 'Python 3.11.0'\n")
-    begun = setup(copy, "--launcher-only", environ=NO_NETWORK)
+def test_without_a_network_it_says_so(ready: Path) -> None:
+    require(ready, core=pin("leaf", "1.0", sha256(b"")))
+    begun = setup(ready, "--launcher-only", environ=NO_NETWORK)
     assert "no network, or the package index does not answer" in error_of(begun, exits.UNREACHABLE)
-    assert "making .venv" in begun.stdout
-    assert (copy / ".venv/bin/python").is_symlink()
 
 
 @installing
-def test_a_moved_venv_is_begun_anew_and_a_call_that_had_no_network_is_gone_on_with(installed: Path, copy: Path) -> None:
+def test_a_moved_venv_is_begun_anew_and_a_call_without_network_is_gone_on_with(installed: Path, tmp_path: Path) -> None:
     # All that setup.sh looks at; it says where it was made.
+    copy = copy_to(tmp_path / "copy")
     (copy / ".venv").mkdir()
     shutil.copy2(installed / ".venv/setup.state", copy / ".venv/setup.state")
     shutil.copytree(installed / ".venv/bin", copy / ".venv/bin", symlinks=True)
@@ -291,12 +289,18 @@ def torch_wheel(version: str, cuda: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Call setup.sh in a folder without pins and packages: the virtual environment and pip take most of the time."""
+    """Call setup.sh beside a half-made virtual environment, which is begun anew, without pins and packages.
+
+    The virtual environment and pip take most of the time.
+    """
     folder = copy_to(tmp_path_factory.mktemp("setup") / "launcher", packages=())
-    (folder / "muster").mkdir()
     require(folder)
+    script(folder / ".venv/bin/python", "#!/bin/sh\necho 'Python 3.11.0'\n")
+    (folder / ".venv/setup.state").touch()
     ended = setup(folder, "--launcher-only", environ=NO_NETWORK)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "making .venv" in ended.stdout
+    assert (folder / ".venv/bin/python").is_symlink()
     return folder
 
 
@@ -393,7 +397,7 @@ def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda
 @needs_root
 def test_another_user_cannot_hold_the_lock(copy: Path) -> None:
     with public_folder(0o755) as folder:
-        copied = copy_to(folder / "copy")
+        copied = copy_to(folder / "copy", packages=())
         setup(copied, "--python", "/nowhere")
         tried = subprocess.run(
             [*AS_ATTACKER, "flock", copied / ".setup.lock", "true"], capture_output=True, check=False

@@ -73,7 +73,7 @@ value = 7
 def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
-    (tmp_path / "waits.py").write_text("while True:\n    pass\n")
+    (tmp_path / "waits.py").write_text("import signal\n\nwhile True:\n    signal.pause()\n")
     wanted = {
         "bad.py:Depth": "takes (module, depth), but verify calls it as Class(module)",
         "bad.py:Broken": "raised KeyError: 'nothing here'",

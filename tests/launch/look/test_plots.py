@@ -288,18 +288,19 @@ def test_without_matplotlib_the_extra_is_named(made: Made, tmp_path: Path, monke
         save(plot_of("loss", made[1], made[2]), tmp_path / "x.png", "")
 
 
-@pytest.mark.parametrize("settings", [b"text.usetex: True\n", b"backend: none\nlines.linewidth: 30\n", b"\xff\xfe"])
-def test_settings_of_the_current_folder_and_the_user_do_not_count(tmp_path: Path, settings: bytes) -> None:
-    run, homes = make_run(tmp_path, "one"), [tmp_path / "plain", tmp_path / "set"]
-    for home in homes:
-        home.mkdir()
-    (homes[1] / "matplotlibrc").write_bytes(settings)
+def test_settings_of_the_current_folder_and_the_user_do_not_count(tmp_path: Path) -> None:
+    run, pictures = make_run(tmp_path, "one"), set()
     argv = [sys.executable, "-m", "muster", "plot", "split_time", str(run.path), "-o", "p.png"]
-    for home, backend in zip(homes, ("", "nonsense"), strict=True):
-        environment = {**os.environ, "MPLCONFIGDIR": str(home), "MPLBACKEND": backend}
+    odd = (b"text.usetex: True\n", b"backend: none\nlines.linewidth: 30\n", b"\xff\xfe")
+    for number, settings in enumerate((b"", *odd)):
+        (home := tmp_path / f"home-{number}").mkdir()
+        if settings:
+            (home / "matplotlibrc").write_bytes(settings)
+        environment = {**os.environ, "MPLCONFIGDIR": str(home), "MPLBACKEND": "nonsense" if settings else ""}
         done = subprocess.run(argv, cwd=home, env=environment, capture_output=True, text=True, timeout=100, check=False)
         assert (done.returncode, "Traceback" in done.stderr, "matplotlibrc" in done.stderr) == (0, False, False)
-    assert (homes[0] / "p.png").read_bytes() == (homes[1] / "p.png").read_bytes()
+        pictures.add((home / "p.png").read_bytes())
+    assert len(pictures) == 1
 
 
 def test_a_run_without_steps_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 
 
 def trained(programs: Programs, root: Path, split: dict[str, Any], ranks: int) -> RunDir:
-    train = {"model": GPT, "data": "synthetic", "batch_size": 8, "steps": 7, "log_every": 3, "device": "cpu"}
+    train = {"model": GPT, "data": "synthetic", "batch_size": 8, "steps": 7, "log_every": 3, "evaluate": False}
     (root / "job.yaml").write_text(yaml.safe_dump({"ranks_per_node": ranks, "train": {**train, **split}}))
     return begun(programs, root, ranks, "-m", "muster.jobs.train", "job.yaml", "--runs", "runs")
 

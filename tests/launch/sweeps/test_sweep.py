@@ -18,6 +18,7 @@ from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.cli import main
 from muster.launch.sweeps.grids import SweptKey, read_grid, read_grids, split_values
 from muster.launch.sweeps.sweep import SweepRecord, complaint, exit_code, find_sweep, points_of
+from support.exact_jobs import GPT, tokens
 from support.live import argv, wait_until
 
 pytestmark = [pytest.mark.command, pytest.mark.slow]
@@ -380,8 +381,9 @@ def test_a_training_that_saves_nothing_is_replaced_by_a_new_run_when_its_sweep_r
     sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
-    text = NANO.replace("steps: 2", "steps: 300")
-    with two_points(tmp_path, text, "--set", "train.log_every=1") as process:
+    # Its steps wait for their samples, so that there is time to interrupt them.
+    slow = {"model": {**GPT, "vocabulary": 64}, "data": tokens(pause_s=0.1), "batch_size": 4, "steps": 10}
+    with two_points(tmp_path, json.dumps({"name": "nano", "train": {**slow, "log_every": 1}})) as process:
         wait_for_first(runs, lambda run: run.metrics)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
@@ -390,7 +392,7 @@ def test_a_training_that_saves_nothing_is_replaced_by_a_new_run_when_its_sweep_r
     capfd.readouterr()
     assert main(["status", "sweep-nano", "--runs", str(runs), "--json"]) == 0
     table = rows(capfd.readouterr().out)
-    assert [(row["state"], row["step"]) for row in table] == [("done", 300), ("done", 300)]
+    assert [(row["state"], row["step"]) for row in table] == [("done", 10), ("done", 10)]
     assert first not in {row["run_id"] for row in table}
     assert len(list_runs(runs)) == 3
 
