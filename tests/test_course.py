@@ -22,7 +22,6 @@ from muster.launch.common.kinds import KINDS
 from muster.launch.common.program_words import parse
 from support.bench import free_port
 from support.programs import Programs
-from support.transcripts import UNCOMPILED
 
 pytestmark = pytest.mark.command
 
@@ -102,7 +101,7 @@ def test_replicas_and_ddp_train_as_one_process_and_move_these_bytes(
         printed = by_ranks(programs, ranks, "replicas", *options)
     else:
         argv = ["run", "-n", str(ranks), "--runs", tmp_path, COURSE / "replicas.py", *options]
-        done = programs.run("-m", "muster", *argv, env={**os.environ, **UNCOMPILED, "OMP_NUM_THREADS": "1"})
+        done = programs.run("-m", "muster", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done
         printed = done.stdout
     row = re.compile(r"^(.*\S) +[\d.]+ +([\d.]+) +(\d\.\de[+-]\d\d) +([\d.]+) MB +([\d.]+) MB$", re.MULTILINE)

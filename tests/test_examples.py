@@ -31,7 +31,7 @@ LEARN = {"gpt-nano", "gpt-terapipe", "single", "vgg11", "vgg11-bucketed", "vgg11
 SMALL = {name: ["--set", "train.batch_size=16"] for name in ("cifar10", "exact")}
 STEPS = {"cifar10": 1, "exact": 2, **dict.fromkeys(LEARN, 5)}
 # Transcripts of pages, in test_readme.py, run the first three, and other tests train in the modes of the others.
-SOAKED = {"bench", "failover", "hello", "single", "vgg11-bucketed", "vgg11-ddp", "vgg11-gather-scatter"}
+SOAKED = {"bench", "failover", "hello", "single", "vgg11-ddp", "vgg11-gather-scatter"}
 
 
 @pytest.fixture(scope="module")

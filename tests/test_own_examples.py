@@ -26,7 +26,7 @@ from support.bench import free_port
 from support.live import LiveRun, wait_until
 from support.programs import Ask, Programs
 from support.soak import only_some
-from support.transcripts import REPOSITORY, UNCOMPILED, fences, pattern
+from support.transcripts import REPOSITORY, fences, pattern
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 
@@ -42,7 +42,6 @@ WORDS = {
     "fsdp2": ["--steps", "150"],
     "without": ["--steps", "1000"],
 }
-SHARDED = {"fsdp2"}  # DTensor takes parts of PyTorch's compiler
 ENDS = {"fsdp2"}  # ends with its killed rank, and is resumed; the others restart, and are stopped
 EVERY = {"ddp": 300, "epochs": 20, "fsdp2": 20, "without": 20}  # steps between two saves
 
@@ -58,7 +57,7 @@ class Started(LiveRun):
         self.process = subprocess.Popen(
             argv,
             cwd=root.parent,
-            env={**ENVIRON, **({} if root.parent.name in SHARDED else UNCOMPILED), "MUSTER_RUNS": str(root), **more},
+            env={**ENVIRON, "MUSTER_RUNS": str(root), **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,7 +10,6 @@ from pathlib import Path
 from support.programs import Programs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-UNCOMPILED = {"PYTHONPATH": str(REPOSITORY / "tests/support/uncompiled")}  # a start costs 2 s of CPU time, not 4
 PROGRAMS = {"muster": [sys.executable, "-m", "muster"], "python": [sys.executable], "diff": ["diff"]}
 ALONE = re.compile(r"python |muster (bench model|memory|plan|predict|schedule) ")  # these start no process
 
@@ -69,7 +68,7 @@ Ended = tuple[str, int, str]  # command, exit code, what was shown
 
 def followed(transcript: Transcript, runs: Path, programs: Programs | None = None) -> list[Ended]:
     """Run the commands of a transcript up to the first that fails; with `programs`, in forks that have torch."""
-    environ = {**os.environ, **UNCOMPILED, "MUSTER_RUNS": str(runs), "COLUMNS": "200"}
+    environ = {**os.environ, "MUSTER_RUNS": str(runs), "COLUMNS": "200"}
     ended: list[Ended] = []
     for command, _ in transcript.steps:
         program, *arguments = command.split()
