@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from muster.jobs.train.trainer import Trainer, build_trainer
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from support.resuming import GPT as RESUMED
-from support.resuming import SGD, TINY_VGG
+from support.resuming import SGD, TINY_VGG, few_digits
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -41,7 +40,7 @@ def prepared(world: World, settings: dict, few: tuple[int, int] | None = (60, 12
     job = TrainSettings.model_validate(settings)
     data = open_data(job)
     if few and data.name == "digits":
-        data = replace(data, train=data.train.part(range(few[0])), evaluation=data.evaluation.part(range(few[1])))
+        data = few_digits(data, *few)
     return build_trainer(job, data, world)
 
 
