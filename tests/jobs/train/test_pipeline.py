@@ -16,6 +16,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import ModelSettings
+from muster.jobs.train import evaluate
 from muster.jobs.train import verify as verification
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.models import build_model
@@ -39,7 +40,8 @@ PRODUCT = {"data": 2, "pipe": 2}
 
 
 def verify(world: World, trains: list[dict], steps: int = 2, fault: str = "") -> list[dict | None]:
-    """Compare some jobs with one process, in one start of ranks."""
+    """Compare some jobs with one process, in one start of ranks; and their outputs, for few samples."""
+    evaluate.BLOCK_SAMPLES = 12
     VGG_SHAPES["vgg-tiny"] = TINY_VGG
     if fault:
         FAULTS[fault]()
