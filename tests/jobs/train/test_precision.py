@@ -10,13 +10,11 @@ from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
-from support.resuming import TINY_VGG, attempt, hashes
+from support.resuming import ADAMW, SGD, TINY_VGG, attempt, hashes
 from support.soak import only_some
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
-SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 MODEL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 2, "context": 16}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 12, "steps": 8, "optimizer": ADAMW, "evaluate": False}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "steps": 8, "optimizer": SGD, "evaluate": False}

@@ -23,6 +23,13 @@ def rows(folder: Path, *, evaluation: bool = False) -> list[dict]:
     return [row for row in read if row.get("evaluation", False) == evaluation]
 
 
+def move(on_ranks, parts: Path, job: dict, ways: tuple[tuple[str, int, int], ...]) -> None:
+    """Make attempts, each (mode, ranks, stop after a step)."""
+    for number, (mode, size, stop_at) in enumerate(ways):
+        more = {"settings": {**job, "mode": mode}, "number": number, "stop_at": stop_at}
+        assert on_ranks(size, attempt, folder=str(parts), **more) == [75] * size, mode
+
+
 @pytest.fixture
 def whole(tmp_path):
     folder = tmp_path / "whole"
@@ -75,11 +82,7 @@ def test_exact_training_moves_between_modes_and_one_two_and_four_ranks_without_a
     job = {**VGG, "exact": True, "virtual_ranks": 4, "clip_norm": 0.1}
     on_ranks(1, attempt, folder=str(whole), settings={**job, "mode": "allreduce"})
     ways = (("bucketed", 2, 2), ("zero3", 4, 4), ("overlap", 4, 5), ("zero1", 2, 6), ("flat", 1, 7))
-    for number, (mode, size, stop_at) in enumerate(ways):
-        stopped = on_ranks(
-            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
-        )
-        assert stopped == [75] * size
+    move(on_ranks, parts, job, ways)
     last = on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "gather_scatter"}, number=len(ways))
     assert last == [0]
     assert hashes(parts) == hashes(whole)
@@ -90,9 +93,8 @@ def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ra
     job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "mode": "ddp"}
     on_ranks(2, attempt, folder=str(whole), settings=job)
     assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=2) == [75, 75]
-    assert (
-        on_ranks(3, attempt, folder=str(parts), settings={**job, "mode": "bucketed"}, number=1, stop_at=4) == [75] * 3
-    )
+    stopped = on_ranks(3, attempt, folder=str(parts), settings={**job, "mode": "bucketed"}, number=1, stop_at=4)
+    assert stopped == [75] * 3
     assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2, stop_at=6) == [75]
     assert on_ranks(4, attempt, folder=str(parts), settings=job, number=3) == [0] * 4
     agree_within_rounding(parts, whole)
@@ -102,11 +104,7 @@ def test_shared_out_state_moves_between_stages_and_worlds_and_float64_agrees_wit
     job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "clip_norm": 0.5}
     on_ranks(2, attempt, folder=str(whole), settings={**job, "mode": "bucketed"})
     ways = (("zero3", 4, 1), ("ddp", 1, 2), ("zero1", 3, 3), ("fsdp", 3, 5), ("zero2", 2, 6), ("fsdp", 2, 7))
-    for number, (mode, size, stop_at) in enumerate(ways):
-        stopped = on_ranks(
-            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
-        )
-        assert stopped == [75] * size, mode
+    move(on_ranks, parts, job, ways)
     last = on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "zero3"}, number=len(ways))
     assert last == [0]
     agree_within_rounding(parts, whole)
@@ -115,11 +113,7 @@ def test_shared_out_state_moves_between_stages_and_worlds_and_float64_agrees_wit
 def test_masters_of_shared_out_weights_move_between_stages_and_worlds_without_a_changed_bit(on_ranks, whole, parts):
     job = {**GPT, "precision": "pure_bf16", "exact": True, "virtual_ranks": 4, "clip_norm": 0.5}
     on_ranks(1, attempt, folder=str(whole), settings={**job, "mode": "bucketed"})
-    for number, (mode, size, stop_at) in enumerate((("zero1", 2, 2), ("zero3", 4, 4), ("flat", 2, 5))):
-        stopped = on_ranks(
-            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
-        )
-        assert stopped == [75] * size, mode
+    move(on_ranks, parts, job, (("zero1", 2, 2), ("zero3", 4, 4), ("flat", 2, 5)))
     assert on_ranks(2, attempt, folder=str(parts), settings={**job, "mode": "zero2"}, number=3) == [0, 0]
     assert hashes(parts) == hashes(whole)
 
@@ -144,14 +138,9 @@ def test_every_sample_is_seen_once_an_epoch_over_resumes_on_other_worlds(on_rank
 def test_a_run_that_is_complete_ends_at_once_and_adds_nothing(on_ranks, parts):
     job = {**VGG, "mode": "ddp", "evaluate": True, "steps": 3}
     on_ranks(2, attempt, folder=str(parts), settings=job, **FEW)
-    before = (
-        rows(parts),
-        rows(parts, evaluation=True),
-        sorted(path.name for path in (parts / "checkpoints").iterdir()),
-    )
+    before = (rows(parts), rows(parts, evaluation=True), sorted((parts / "checkpoints").iterdir()))
     assert on_ranks(2, attempt, folder=str(parts), settings=job, number=1, **FEW) == [0, 0]
-    after = (rows(parts), rows(parts, evaluation=True), sorted(path.name for path in (parts / "checkpoints").iterdir()))
-    assert after == before
+    assert (rows(parts), rows(parts, evaluation=True), sorted((parts / "checkpoints").iterdir())) == before
 
 
 def test_an_evaluation_that_is_done_again_stands_in_the_metrics_once(on_ranks, parts):

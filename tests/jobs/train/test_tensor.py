@@ -17,10 +17,10 @@ from muster.jobs.train.parallel.parallelize import RankModel
 from muster.jobs.train.parallel.replica import LateReplica
 from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
+from support.resuming import ADAMW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 MODEL = {"d_model": 16, "d_ff": 32, "layers": 1, "heads": 4, "context": 16}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 11, "optimizer": ADAMW, "clip_norm": 0.3}
