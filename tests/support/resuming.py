@@ -71,6 +71,7 @@ def attempt(
     train = TrainSettings.model_validate(settings)
     make_deterministic(train)
     job = Job.model_validate({"kind": "train", "settings": train, "checkpoint": checkpoint or AT_THE_END})
+    Path(folder).mkdir(exist_ok=True)
     run = RunDir(Path(folder))
     chosen = newest_good(run, mark=False) if number else None
     resume = Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256) if chosen else None

@@ -1,7 +1,6 @@
 """Checkpoints of pipelines: whole tensors by the names of the whole model, which every other split reads, too."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ def attempts(world: World, ways: list[tuple[str, dict, int | None]], first: int 
     """
     codes, number = [], dict[str, int]()
     for folder, settings, stop_at in ways:
-        Path(folder).mkdir(exist_ok=True)
         codes.append(attempt(world, folder, settings, number.setdefault(folder, first), stop_at))
         number[folder] += 1
     return codes

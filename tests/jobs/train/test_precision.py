@@ -34,7 +34,6 @@ WITHIN = {"fp64": 1e-6, "bf16": 1e-3, "fp16": 1e-4, "pure_bf16": 1e-3}
 
 def every(world: World, folder: str, settings: dict) -> None:
     for precision in ("fp32", *WITHIN):
-        Path(folder, precision).mkdir()
         assert attempt(world, f"{folder}/{precision}", {**settings, "precision": precision}) == 0
 
 
@@ -67,8 +66,6 @@ def test_losses_go_as_in_float32_and_evaluation_too(on_ranks, tmp_path, settings
 )
 def test_every_precision_resumes_bit_by_bit(on_ranks, tmp_path, settings, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
     job = {**settings, "mode": "bucketed", "precision": precision, "clip_norm": 0.5, "grad_accumulation": 2}
     job |= {"activation_checkpointing": True, "steps": 6}
     assert on_ranks(2, attempt, folder=str(whole), settings=job) == [0, 0]
@@ -112,7 +109,6 @@ def test_dropout_draws_the_same_when_a_block_is_forwarded_again(on_ranks, tmp_pa
     found = []
     for again in (False, True):
         folder = tmp_path / str(again)
-        folder.mkdir()
         job = {**GPT, "steps": 4, "model": {**MODEL, "dropout": 0.2}, "mode": "ddp"}
         job["activation_checkpointing"] = again
         assert on_ranks(2, attempt, folder=str(folder), settings=job) == [0, 0]

@@ -32,16 +32,12 @@ def move(on_ranks, parts: Path, job: dict, ways: tuple[tuple[str, int, int], ...
 
 @pytest.fixture
 def whole(tmp_path):
-    folder = tmp_path / "whole"
-    folder.mkdir()
-    return folder
+    return tmp_path / "whole"
 
 
 @pytest.fixture
 def parts(tmp_path):
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    return folder
+    return tmp_path / "parts"
 
 
 @pytest.mark.parametrize(
