@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
@@ -176,18 +177,16 @@ def test_batches_whose_targets_all_count_keep_their_bits(on_ranks):
     assert on_ranks(2, bits, every=every) == [[True] * len(every)] * 2
 
 
-class _Job:
-    name = "padded"
-
-    def __init__(self, train: TrainSettings) -> None:
-        self.settings = train
-
-
 def verified(world: World, every: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         keys
         for keys in every
-        if (record := verify(_Job(settings({"deterministic": True, **keys})), world, 3)) and not record["pass"]
+        if (
+            record := verify(
+                Job(name="padded", kind="train", settings=settings({"deterministic": True, **keys})), world, 3
+            )
+        )
+        and not record["pass"]
     ]
 
 
