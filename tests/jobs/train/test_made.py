@@ -14,6 +14,7 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
@@ -71,19 +72,10 @@ def verified(world: World, modes: list[str]) -> list[str]:
     for mode in modes:
         model = {**NET, "plan": "net.py:plan"} if mode == "tensor" else NET
         job = json.loads(json.dumps({**JOB, "mode": mode, "model": model, "batch_size": 32, "deterministic": True}))
-        record = verify(_Job(settings(**job)), world, 2)
+        record = verify(Job(name="made", kind="train", settings=settings(**job)), world, 2)
         if record is not None and not record["pass"]:
             wrong.append(mode)
     return wrong
-
-
-class _Job:
-    """As much of a job as a comparison asks for."""
-
-    name = "made"
-
-    def __init__(self, section: TrainSettings) -> None:
-        self.settings = section
 
 
 @pytest.mark.ranks

@@ -1,7 +1,6 @@
 """Checkpoints of pipelines: whole tensors by the names of the whole model, which every other split reads, too."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +25,14 @@ PRODUCT = {"parallel": {"data": 2, "pipe": 2}}
 SHARED = {"parallel": {"data": 2, "pipe": 2, "zero": 1, "schedule": "zbv"}}
 
 
-def attempts(world: World, ways: list[tuple[str, dict, int | None]]) -> list[int]:
-    """Make attempts one after another, each (folder, settings, stop after a step); those of a folder go on."""
+def attempts(world: World, ways: list[tuple[str, dict, int | None]], first: int = 0) -> list[int]:
+    """Make attempts one after another, each (folder, settings, stop after a step); those of a folder go on.
+
+    `first`: the number of a folder's first attempt here.
+    """
     codes, number = [], dict[str, int]()
     for folder, settings, stop_at in ways:
-        Path(folder).mkdir(exist_ok=True)
-        codes.append(attempt(world, folder, settings, number.setdefault(folder, 0), stop_at))
+        codes.append(attempt(world, folder, settings, number.setdefault(folder, first), stop_at))
         number[folder] += 1
     return codes
 
@@ -52,23 +53,18 @@ def test_two_resumes_of_a_pipeline_change_no_bit(on_ranks, tmp_path):
 @pytest.mark.ranks
 def test_state_moves_between_pipelines_shards_replicas_and_one_process_within_rounding(on_ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    parts.mkdir()
-    job = {
-        **GPT,
-        "model": SMALL_GPT,
-        "precision": "fp64",
-        "clip_norm": 0.5,
-    }  # its output layer shares the weights of the embedding
+    # its output layer shares the weights of the embedding
+    job = {**GPT, "model": SMALL_GPT, "precision": "fp64", "clip_norm": 0.5}
     assert on_ranks(1, attempts, ways=[(str(whole), {**job, "mode": "single"}, None)]) == [[0]]
     on_four = [PRODUCT, {"mode": "zero3"}, {"mode": "1f1b"}, SHARED]
     on_two = [{"mode": "interleaved"}, {"mode": "zero1"}, {"mode": "bucketed"}]
-    step = 0
-    for size, ways in ((4, on_four), (2, on_two), (1, [{"mode": "single"}])):
-        for number, way in enumerate(ways, start=step):
-            stop_at = number + 1 if size > 1 else None
-            codes = on_ranks(size, attempt, folder=str(parts), settings={**job, **way}, number=number, stop_at=stop_at)
-            assert codes == [75 if stop_at else 0] * size, way
-        step += len(ways)
+    first = 0
+    for size, modes in ((4, on_four), (2, on_two), (1, [{"mode": "single"}])):
+        stops = [number + 1 if size > 1 else None for number in range(first, first + len(modes))]
+        ways = [(str(parts), {**job, **way}, stop_at) for way, stop_at in zip(modes, stops, strict=True)]
+        codes = on_ranks(size, attempts, ways=ways, first=first)
+        assert codes == [[75 if stop_at else 0 for stop_at in stops]] * size, modes
+        first += len(modes)
     agree_within_rounding(parts, whole)
 
 

@@ -10,26 +10,27 @@ import torch
 from muster.ddp.norms import reproducible_norm
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train import reference
+from muster.jobs.train import evaluate, reference
 from muster.jobs.train import verify as verification
 from muster.jobs.train.numerics import optim
 from muster.jobs.train.parallel.parallelize import RankModel
 from muster.jobs.train.parallel.replica import LateReplica
 from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
+from support.resuming import ADAMW
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
-MODEL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 4, "context": 16}
+MODEL = {"d_model": 16, "d_ff": 32, "layers": 1, "heads": 4, "context": 16}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 11, "optimizer": ADAMW, "clip_norm": 0.3}
 DROPOUT = {**GPT, "model": {**MODEL, "dropout": 0.1, "tied": False, "bias": True, "norm": "layer"}}
 SEQUENCE = {"sequence_parallel": True}
 
 
 def verify(world: World, trains: list[dict], steps: int = 2) -> list[dict | None]:
-    """Compare some jobs with one process, in one start of ranks."""
+    """Compare some jobs with one process, in one start of ranks; and their outputs, for few samples."""
+    evaluate.BLOCK_SAMPLES = 12
     jobs = [Job(name="proof", kind="train", settings=TrainSettings.model_validate(train)) for train in trains]
     return [verification.verify(verification.reproducible(job), world, steps) for job in jobs]
 
@@ -48,8 +49,8 @@ def check(on_ranks: Any, world_size: int, *trains: dict, within: float = 1e-5) -
 
 def test_split_layers_compute_what_one_process_does(on_ranks):
     jobs = [
-        {**GPT, "grad_accumulation": 2},
-        {**GPT, **SEQUENCE, "precision": "fp64"},
+        {**GPT, "model": {**MODEL, "layers": 2}, "grad_accumulation": 2},
+        {**GPT, "model": {**MODEL, "layers": 2}, **SEQUENCE, "precision": "fp64"},
         DROPOUT,
         {**DROPOUT, **SEQUENCE, "optimizer": SGD, "activation_checkpointing": True},
         *({**GPT, "precision": precision} for precision in ("bf16", "fp16", "pure_bf16")),

@@ -44,13 +44,16 @@ def trained(world: World, folder: Path, keys: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def of_modes(world: World, folder: str, keys: dict[str, Any], modes: list[str]) -> dict[str, Any]:
-    """Train in some modes; return the squared norms of the whole state, and the names of the parts to save."""
+def of_modes(world: World, folder: str, keys: dict[str, Any], modes: list[str], evaluated: list[str]) -> dict[str, Any]:
+    """Train in some modes; return the squared norms of the whole state, and the names of the parts to save.
+
+    An evaluation is compiled anew.
+    """
     warnings.simplefilter("ignore")  # the compiler itself reads what torch warns of
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     found = {}
     for mode in modes:
-        engine = trained(world, Path(folder), {**keys, "mode": mode}).engine
+        engine = trained(world, Path(folder), {**keys, "mode": mode, "evaluate": mode in evaluated}).engine
         norms = {name: float(each.double().square().sum()) for name, each in engine.model.full_state().items()}
         found[mode] = {"norms": norms, "parts": [part.piece.name for part in engine.held_state()]}
     return found
@@ -59,21 +62,22 @@ def of_modes(world: World, folder: str, keys: dict[str, Any], modes: list[str]) 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "modes"),
+    ("keys", "modes", "evaluated"),
     [
-        ({}, MODES),
-        ({"compile": True}, MODES),
-        ({"compile": True, "activation_checkpointing": True}, KINDS),
-        ({"model": {"compile": True}}, KINDS),
-        pytest.param({"compile": True, "activation_checkpointing": True}, MODES, marks=pytest.mark.soak),
-        pytest.param({"model": {"compile": True}}, MODES, marks=pytest.mark.soak),
+        ({}, MODES, MODES),
+        ({"compile": True}, MODES, MODES),
+        ({"compile": True, "activation_checkpointing": True}, KINDS, ("ddp", "zero3")),
+        ({"model": {"compile": True}}, KINDS, ("allreduce", "fsdp")),
+        pytest.param({"compile": True, "activation_checkpointing": True}, MODES, MODES, marks=pytest.mark.soak),
+        pytest.param({"model": {"compile": True}}, MODES, MODES, marks=pytest.mark.soak),
     ],
     ids=["plain", "compiled", "recomputed", "compiled by the user", "all recomputed", "all compiled by the user"],
 )
-def test_every_mode_trains_a_tied_model_and_saves_the_same_names(on_ranks, tmp_path, keys, modes):
+def test_every_mode_trains_a_tied_model_and_saves_the_same_names(on_ranks, tmp_path, keys, modes, evaluated):
     args = keys.get("model", {})
     keys = {**keys, "model": {"make": "net.py:tied", "args": args}} if args else keys
-    one, two = on_ranks(2, of_modes, folder=str(tmp_path), keys=keys, modes=modes, deadline_s=200.0)
+    settings = {"folder": str(tmp_path), "keys": keys, "modes": modes, "evaluated": evaluated}
+    one, two = on_ranks(2, of_modes, **settings, deadline_s=200.0)
     names = {*one["allreduce"]["parts"], *two["allreduce"]["parts"]}
     for mode in modes:
         assert one[mode]["norms"] == pytest.approx(one["allreduce"]["norms"], rel=1e-4), mode

@@ -13,6 +13,7 @@ from muster.jobs.train.kernels.rms_norm import FusedRmsNorm, rms_norm
 
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 100), (4, 1000), (1, 5000), (0, 8), (2, 0, 8), (33, 16), (40, 70)]
 LAYER_SHAPES = [(3, 7), (2, 3, 100), (1, 1600), (0, 8), (33, 16)]
+NARROWER = {(1, 5000): (1, 1100), (1, 1600): (1, 70)}  # in the interpreter, where width takes time
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 EPS = 1e-5
 
@@ -48,6 +49,8 @@ def wrong(what: str, x: Tensor, weight: Tensor, dy: Tensor) -> Iterator[str]:
 
 def cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     for shape, dtype in itertools.product(SHAPES, BOUNDS):
+        if device == "cpu" and dtype != torch.float32:
+            shape = NARROWER.get(shape, shape)
         draw = torch.Generator(device).manual_seed(len(shape) + shape[-1])
         x, dy = (torch.randn(shape, generator=draw, device=device).to(dtype) for _ in range(2))
         weight = torch.randn(shape[-1], generator=draw, device=device)
@@ -79,6 +82,8 @@ def wrong_layers(device: str) -> Iterator[str]:
     """Compare LayerNorm in float32, in 16 bits, and from float32 to 16 bits with PyTorch's in float64."""
     types = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
     for shape, (dtype, narrow) in itertools.product(LAYER_SHAPES, types):
+        if device == "cpu":
+            shape = NARROWER.get(shape, shape)
         draw = torch.Generator(device).manual_seed(shape[-1])
         x, dy = (torch.randn(shape, generator=draw, device=device) for _ in range(2))
         x = (2.0 * x + 3.0).to(dtype)

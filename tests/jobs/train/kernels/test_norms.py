@@ -14,6 +14,7 @@ from muster.jobs.train.kernels import layer_norm
 from muster.jobs.train.kernels import rms_norm as ways
 from muster.jobs.train.kernels.layer_norm import FusedLayerNorm
 from muster.jobs.train.kernels.rms_norm import FusedRmsNorm, rms_norm
+from support.programs import Programs
 
 CHECKS = Path(__file__).parent / "norms_checks.py"
 
@@ -41,11 +42,12 @@ def test_the_example_that_teaches_triton_is_right() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_program_that_times_norms_prints_a_row_for_each_pass_of_each() -> None:
-    program = [sys.executable, str(EXAMPLES / "kernels/norms.py"), "--norms", "layer,rms,rms_fused"]
+def test_the_program_that_times_norms_prints_a_row_for_each_pass_of_each(programs: Programs) -> None:
+    program = [str(EXAMPLES / "kernels/norms.py"), "--norms", "layer,rms,rms_fused"]
     environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = ("--widths", "16,24", "--rows", "8", "--dtypes", "fp32", "--samples", "1")
-    done = subprocess.run([*program, *words], env=environ, capture_output=True, text=True, timeout=100)
+    argv = [sys.executable, *program, *words]  # Triton reads the environment when it is imported
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     head, *rows = (line.split() for line in done.stdout.splitlines())
     assert head == ["norm", "width", "dtype", "pass", "ms", "GB/s", "of", "the", "copy"]
@@ -57,7 +59,7 @@ def test_the_program_that_times_norms_prints_a_row_for_each_pass_of_each() -> No
         moved = (2 if each == "forward" else 5) * 8 * int(width) * 4
         assert float(gb_s) == pytest.approx(1e-6 * moved / float(milliseconds), rel=0.2)  # of the printed digits
     plain = {key: value for key, value in environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([*program, *words], env=plain, capture_output=True, text=True, timeout=100)
+    done = programs.run(*program, *words, env=plain)
     assert "rms_fused is left out: Triton's kernels need a GPU, x is on cpu" in done.stdout
 
 
