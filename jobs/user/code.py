@@ -105,8 +105,8 @@ def files_of(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every imported Python file below a folder, by relative path."""
     found: dict[str, str] = {}
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/")
-        if path.suffix == ".py" and is_own_file(path, folder):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(str(folder)) and file.endswith(".py") and is_own_file(path := Path(file), folder):
             found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(found.items()))
 
