@@ -38,7 +38,6 @@ import pytest  # noqa: F401
 import rich.console  # noqa: F401
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
@@ -54,6 +53,9 @@ import muster.jobs.train.parallel.fsdp
 import muster.jobs.train.verify  # noqa: F401
 from muster.jobs.machine import linux
 from muster.jobs.world.world import World
+
+if torch.version.cuda is None:  # else the import starts CUDA, and forks of a process with CUDA cannot use it
+    import torch._inductor.compile_fx
 
 AFTER_FAILURE_S = 5.0
 
