@@ -81,7 +81,7 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     assert times == [2 if number in (again or []) else 1 for number in range(8)]
 
 
-@pytest.mark.parametrize("fails", ["nothing", "mypy", "cluster and", "tests/launch", "core", "--ignore", "sweeps"])
+@pytest.mark.parametrize("fails", ["nothing", "mypy", " tests/launch", "core", "--ignore"])
 def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
     """mypy and pytest are replaced by programs that record their arguments."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -103,15 +103,14 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
     )
     assert (ended.returncode, ended.stderr) == (0 if fails == "nothing" else 2, "")
     calls = (tmp_path / "calls").read_text().splitlines()
-    slow = "-m slow and not gpu and not cluster and not soak"
+    slow = "-m slow and not gpu and not soak"
     calls = [re.sub(r" --durations=\d+| ?-o cache_dir=\S+", "", call).rstrip() for call in calls]
-    (part,) = (call.split()[-1] for call in calls if slow in call and "--ignore" not in call)
-    assert (Path(__file__).parents[1] / part).is_dir()
-    folder = part.rpartition("/")[0]
-    tests = ["-m core", f"{slow} --ignore={folder}", f"{slow} {part}", f"{slow} --ignore={part} {folder}"]
+    (folder,) = (call.split()[-1] for call in calls if slow in call and "--ignore" not in call)
+    assert (Path(__file__).parents[1] / folder).is_dir()
+    tests = ["-m core", f"{slow} --ignore={folder}", f"{slow} {folder}"]
     assert "CPU seconds: " in ended.stdout
     assert "  mypy\n" in ended.stdout
-    assert sorted(calls) == sorted(["mypy", *(f"pytest {words}" for words in (*tests, "-m cluster and not soak"))])
+    assert sorted(calls) == sorted(["mypy", *(f"pytest {words}" for words in tests)])
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,7 @@ def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: 
         ("mypy", "tests/test_a.py", 2),
         ("core", "tests/test_a.py", 2),
         ("since.py", "", 2),
-        ("and not cluster", "tests/test_a.py", 2),
-        ("-m cluster", "tests/test_a.py", 2),
+        ("-m slow", "tests/test_a.py", 2),
         ("none of these marks", "tests/test_a.py", 0),
     ],
 )
@@ -135,7 +133,7 @@ def test_since_a_commit_the_core_and_the_chosen_tests_run_and_each_can_fail_the_
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci/cpu_seconds.py").symlink_to(COUNTER)
     called = 'echo "${0##*/} $*" >>calls; case "$0 $*" in *"$FAILS"*) exit 2; esac'
-    none = '; case "$FAILS $*" in "none of these marks"*slow*|"none of these marks"*cluster*) exit 5; esac'
+    none = '; case "$FAILS $*" in "none of these marks"*slow*) exit 5; esac'
     choosing = f'{called}; for each in $CHOSEN; do echo "$each"; done'
     for name, text in (
         ("setup.sh", "exit 0"),
@@ -158,7 +156,6 @@ def test_since_a_commit_the_core_and_the_chosen_tests_run_and_each_can_fail_the_
     assert (ended.returncode, ended.stderr) == (code, "")
     calls = (tmp_path / "calls").read_text().splitlines()
     calls = [re.sub(r" --durations=\d+| ?-o cache_dir=\S+", "", call) for call in calls]
-    slow = "slow and not gpu and not cluster and not soak"
-    selected = [f"pytest -m {marks} {chosen}" for marks in (slow, "cluster and not soak") if chosen]
+    selected = [f"pytest -m slow and not gpu and not soak {chosen}"] * bool(chosen)
     assert calls == ["mypy ", "pytest -m core", "python .ci/since.py main", *selected]
     assert "CPU seconds: " in ended.stdout

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from muster.jobs.spec.load import EXAMPLES, load_job
 from muster.jobs.spec.train import TrainSettings
 from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
+from support.programs import Programs
 from support.soak import only_some
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
@@ -27,9 +27,9 @@ Ended = subprocess.CompletedProcess[str]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 # A few steps show that these run, and five that they learn.
-LEARN = {"gpt-nano", "gpt-terapipe", "single", "vgg11", "vgg11-bucketed", "vgg11-ddp", "vgg11-gather-scatter"}
-SMALL = {name: ["--set", "train.batch_size=16"] for name in ("cifar10", "exact")}
-STEPS = {"cifar10": 1, "exact": 2, **dict.fromkeys(LEARN, 5)}
+LEARN = {"gpt-nano", "gpt-terapipe", "single", "vgg11", "vgg11-ddp", "vgg11-gather-scatter"}
+SMALL = {name: ["--set", "train.batch_size=16"] for name in ("cifar10", "exact", "vgg11-bucketed")}
+STEPS = {"cifar10": 1, "exact": 2, "vgg11-bucketed": 2, **dict.fromkeys(LEARN, 5)}
 # Transcripts of pages, in test_readme.py, run the first three, and other tests train in the modes of the others.
 SOAKED = {"bench", "failover", "hello", "single", "vgg11-ddp", "vgg11-gather-scatter"}
 
@@ -49,16 +49,18 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str, tuple[Ended, Path]]]:
+def ended(
+    request: pytest.FixtureRequest, data_root: Path, programs: Programs
+) -> Iterator[Ahead[str, tuple[Ended, Path]]]:
     """How `muster run` of each example ended, and its folder of runs."""
 
     def run(name: str) -> tuple[Ended, Path]:
         runs = data_root / "runs" / name
-        argv = [sys.executable, "-m", "muster", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
+        argv = ["-m", "muster", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
         if name in STEPS:
             argv += ["--set", "train.epochs=null", "--set", f"train.steps={STEPS[name]}", *SMALL.get(name, [])]
         environ = {**os.environ, "MUSTER_DATA": str(data_root)}
-        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=200, check=False), runs
+        return programs.start(*argv, env=environ).wait(200.0), runs
 
     ahead = Ahead(run, parameters_of(request, "test_example", "name"))
     yield ahead

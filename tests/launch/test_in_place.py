@@ -16,6 +16,7 @@ from support.live import LiveRun, wait_until
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors")]
 
 MODEL = TRAIN["model"]
 

@@ -16,6 +16,7 @@ from support.live import LiveRun
 from support.terminals import through_pipes
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors")]
 
 PROGRAM = Path(__file__).parents[1] / "support" / "own_program.py"
 

@@ -21,6 +21,7 @@ from support.programs import Programs
 from support.resuming import hashes
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(250)]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors")]
 
 CHECKPOINT = {"every_steps": 1000, "memory_every_steps": 5}
 

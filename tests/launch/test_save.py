@@ -11,6 +11,7 @@ from muster.launch import cli
 from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors")]
 
 SAVING = TRAINING + "checkpoint: {every_steps: 100000}\n"
 

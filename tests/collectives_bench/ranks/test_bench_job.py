@@ -12,6 +12,7 @@ from support.box import LiveBox
 from support.live import LiveRun, wait_until
 
 pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.slow]
+pytestmark += [pytest.mark.usefixtures("forked_supervisors")]
 
 JOB = "name: net\nnodes: {nodes}\nbench: {{operation: {what}, sizes: {sizes}, launches: {launches}, {more}}}\n"
 
