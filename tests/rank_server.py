@@ -54,7 +54,7 @@ import muster.jobs.train.verify  # noqa: F401
 from muster.jobs.machine import linux
 from muster.jobs.world.world import World
 
-if torch.version.cuda is None:  # else the import starts CUDA, and forks of a process with CUDA cannot use it
+if torch.version.cuda is None:  # else the import starts CUDA, which forks could then not use
     import torch._inductor.compile_fx
 
 AFTER_FAILURE_S = 5.0

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.command, pytest.mark.ranks, pytest.mark.timeout(250), 
 Ended = subprocess.CompletedProcess[str]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
-# A few steps show that these run, and five that they learn.
+# Five steps show that these learn; fewer show that the others run.
 LEARN = {"gpt-nano", "gpt-terapipe", "single", "vgg11", "vgg11-ddp", "vgg11-gather-scatter"}
 SMALL = {name: ["--set", "train.batch_size=16"] for name in ("cifar10", "exact", "vgg11-bucketed")}
 STEPS = {"cifar10": 1, "exact": 2, "vgg11-bucketed": 2, **dict.fromkeys(LEARN, 5)}
@@ -36,7 +36,7 @@ SOAKED = {"bench", "failover", "hello", "single", "vgg11-ddp", "vgg11-gather-sca
 
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out a CIFAR-10 of 64 + 16 images and a python-source of one package: what is prepared, only smaller."""
+    """Write small data sets as the prepared ones are laid out: CIFAR-10 of 64 + 16 images, one package as text."""
     root = tmp_path_factory.mktemp("data")
     (root / "cifar10").mkdir()
     draw = random.Random(0)

@@ -60,7 +60,7 @@ class ModelOperation:
 
     @property
     def multiplies(self) -> bool:
-        """Whether its work is that of matrix products or convolutions."""
+        """True if it is a matrix product or a convolution."""
         matrix = any(len(tensor.shape) > 1 for tensor in self.tensors) and self.name != "embed"
         return matrix or self.repeats > 1
 

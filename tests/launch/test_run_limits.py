@@ -158,7 +158,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def take_all_space(disk: Path) -> Path:
-    """Write a file until its disk is full; how much is free cannot be asked for, as the run writes to it, too."""
+    """Write a file until the disk is full. The run writes to it meanwhile, so its free space cannot be reserved."""
     path = disk / "somebody-elses-file"
     with suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):

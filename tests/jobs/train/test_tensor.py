@@ -1,6 +1,8 @@
 """Split layers in jobs against one process on the same batches; and faults that must be found."""
 
+import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -82,6 +84,18 @@ def test_stages_of_split_layers_beside_each_other(on_ranks):
         {**GPT, "parallel": {**product, "schedule": "interleaved"}, "precision": "fp16", **SEQUENCE},
     ]
     check(on_ranks, 4, *jobs)
+
+
+def compiled(world: World) -> bool:
+    """Return whether compiled split layers pass; what they say to other ranks stays outside of compiled code."""
+    warnings.simplefilter("ignore")  # the compiler itself reads what torch warns of
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        (record,) = verify(world, [{**GPT, "mode": "tensor", "compile": True}])
+    return record is not None and record["pass"]
+
+
+def test_compiled_split_layers_compute_what_one_process_does(on_ranks):
+    assert on_ranks(2, compiled)[0]  # rank 0 has the record
 
 
 def test_all_three_ways_at_once(on_ranks):
