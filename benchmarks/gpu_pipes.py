@@ -5,9 +5,9 @@
                  over NCCL with so many thread blocks, not from GPU to GPU by copy engines
     torch pipe   torch.distributed.pipelining, cut by blocks
 
-A step is forward and backward of all micro-batches, gradients from none; no optimizer, which costs all sides the same.
-The batch is the same on all ranks. Gradients of a side that runs are compared with those of the first one by the norm
-of every parameter's.
+With `copies`, as many pipelines average their gradients. A step is forward and backward of all micro-batches, gradients
+from none; no optimizer, which costs all sides the same. The batch is the same on all ranks. Gradients of a side that
+runs are compared with those of the first one by the norm of every parameter's.
 """
 
 import gc
@@ -55,7 +55,7 @@ class PipeRunner:
             patch.object(nccl, "CTAS", ctas),
             patch.object(connections, "peers_of", _none) if ctas else nothing(),
         ):
-            self.side = side_of(kind, layers, scene.microbatches, **options)
+            self.side = side_of(kind, layers, scene.microbatches, copies=scene.copies, **options)
         self.last: Tensor | None = None
         del layers
         if scene.device.type == "cuda":  # the whole model was there, a stage of it stays

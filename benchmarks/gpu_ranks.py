@@ -36,7 +36,8 @@ class Stage(gpu_stage.Stage):
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(smoke=bool(order["smoke"]))
         where = (self.rank, self.ranks, self.device, self.smoke)
-        self.scene = Scene(order["model"], order["batch"], *where, bool(order["stock"]), order["microbatches"])
+        how = (bool(order["stock"]), order["microbatches"], order["copies"])
+        self.scene = Scene(order["model"], order["batch"], *where, *how)
         self.began_s = time.monotonic()
 
     def say(self, what: str, **more: Any) -> None:

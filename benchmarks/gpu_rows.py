@@ -13,6 +13,7 @@ p-zb                  zero bubble, m = 8, beside ScheduleInterleavedZeroBubble a
                       1.30 x, and 1.08 x our own 1F1B
 p-xl                  GPT xl, 2 sequences a micro-batch, m = 8; reach 1.05 x
 p-wires               p-1f1b-8 with messages over NCCL, of 1, 4 and 32 thread blocks, and by copy engines
+p-2-copies            p-1f1b-8 as two pipelines on half of the GPUs each; zero bubbles too; reach as there
 p-memory              peaks of allocated memory of p-1f1b-8, the fullest GPU, of recorded sides what is reserved; reach
                       1.00 of PyTorch's
 """
@@ -33,7 +34,8 @@ class Row:
     ceiling: bool = False
     limit_s: float = 300.0
     stock: bool = False  # True: the shape that a model's name alone stands for
-    microbatches: int = 0  # of a pipeline, whose `batches` are samples of a micro-batch on all GPUs together
+    microbatches: int = 0  # of a pipeline, whose `batches` are samples of a micro-batch on all its GPUs together
+    copies: int = 1  # pipelines beside each other
     claims: tuple[tuple[str, str, float], ...] = ()  # beside `reach`: side, other side, times as fast
 
 
@@ -228,6 +230,23 @@ ROWS["x-xl"] = Row(
     claims=(("ours alone", "torch alone", 1.30),),
 )
 
+
+def scaling(model: str, batch: int) -> Row:
+    """Return the row of the modes' speed per GPU beside that of one GPU."""
+    modes = ("zero1", "zero3", "fsdp")
+    sides = (
+        side("torch fsdp", "torch fsdp", **BLOCKS),
+        side("ours alone", "engine", alone=True, **BLOCKS, **ON),
+        side("ours apart", "engine", apart=True, **BLOCKS, **ON),
+        sized("bucketed", "engine", None, held=True, **BLOCKS, **ON),
+        *(engine(mode, mode, **BLOCKS, **ON) for mode in modes),
+    )
+    claims = tuple((mode, "ours alone", 0.97) for mode in ("bucketed", *modes))
+    return Row(model, (batch, batch // 2), sides, 1.0, claims=claims)
+
+
+ROWS |= {f"w-{size}": scaling(f"gpt-{size}", batch) for size, batch in (("small", 32), ("medium", 16), ("xl", 8))}
+
 # What `--short` measures: the rows that are held to a reach on two GPUs, with the sides that count. (): all.
 SHORT: dict[str, tuple[str, ...]] = {
     "s-small": (),
@@ -304,5 +323,21 @@ ROWS |= {
         1.00,
         what="memory",
         microbatches=8,
+    ),
+    "p-2-copies": Row(
+        "gpt-medium",
+        (4,),
+        (
+            theirs("torch 1f1b"),
+            theirs("torch 1f1b, late"),
+            theirs("torch zb"),
+            EAGER,
+            OWN_CUT,
+            pipe("zb1p, by work", "zb1p", WORK, GRAPHS),
+        ),
+        1.10,
+        microbatches=8,
+        copies=2,
+        claims=(("1f1b eager", "torch 1f1b", 1.03), ("zb1p, by work", "torch zb", 1.30)),
     ),
 }

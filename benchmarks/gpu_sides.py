@@ -71,6 +71,7 @@ class Scene:
     smoke: bool = False
     stock: bool = False  # a GPT as a job file has it without a word on its shape
     microbatches: int = 0  # of a pipeline
+    copies: int = 1  # pipelines beside each other
 
     @property
     def is_gpt(self) -> bool:
@@ -80,7 +81,7 @@ class Scene:
     @property
     def units(self) -> int:
         """Tokens, or images, of a step on one GPU."""
-        samples = self.batch * self.microbatches / self.ranks if self.microbatches else self.batch
+        samples = self.batch * self.microbatches * self.copies / self.ranks if self.microbatches else self.batch
         return round(samples * (self.shape["context"] if self.is_gpt else 1))
 
     @property

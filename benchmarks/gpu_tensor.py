@@ -10,6 +10,9 @@ Forward and backward of 32 blocks of width 2560, 8 sequences of 1024 tokens, bf1
 
     ours               pipe.tensor, our plan: one exchange, one product for query, key and value
     ours sequence      with sequence_parallel, along dimension 1; `ours batch`: along dimension 0
+    with --data 2: two copies, whose gradients are averaged in buckets of 100 MB: ours in BucketedDDP, PyTorch's in
+    DistributedDataParallel; `torch fsdp`: `torch` in fully_shard of every block instead, which stays whole in between
+
     ours compiled      each block compiled; `torch compiled` beside it, for what it is worth
 
 All begin with the same weights, and their results are compared. Sides take turns, A B C C B A; a block of steps counts
@@ -35,6 +38,7 @@ from harness import Options, finish, table
 from ranks import hear, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -43,7 +47,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
+from muster.ddp import BucketedDDP
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import TransformerBlock, assemble_gpt
 from muster.jobs.train.models.tensor_plan import GPT_PLAN
@@ -54,6 +61,7 @@ SMOKE = {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 4, "context": 16, "vo
 SIDES = ("torch", "torch each", "torch sequence", "ours", "ours sequence", "ours batch")
 HELD = "ours"  # whose fastest must reach
 REACH = 1.3
+LARGE_MB = 100.0  # of a bucket
 WITHIN = 0.02  # norms of results in bf16
 SEQUENCE_OF = {"ours sequence": 1, "ours batch": 0}
 
@@ -64,7 +72,10 @@ class Stage(gpu_stage.Stage):
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(smoke=order["smoke"])
         self.order = order
-        self.mesh = DeviceMesh(self.device.type, list(range(self.ranks)))
+        whole = torch.arange(self.ranks).view(order["data"], -1)
+        mesh = DeviceMesh(self.device.type, whole, mesh_dim_names=("data", "tensor"))
+        self.copies, self.mesh = mesh["data"], mesh["tensor"]
+        self.parts, self.part = whole.shape[1], self.rank % whole.shape[1]
         shape = {**(SMOKE if order["smoke"] else {**SHAPE, "layers": order["layers"]})}
         self.shape = GptShape("blocks", **shape, norm=order["norm"], bias=not order["no_bias"], tied=False)
         self.batch = 4 if order["smoke"] else order["batch"]
@@ -123,7 +134,13 @@ def split_by_torch(blocks: nn.Sequential, stage: Stage, side: str) -> nn.Module:
         if sequence:
             plan |= {name: SequenceParallel(use_local_output=True) for name in ("norm1", "norm2")}
         parallelize_module(block, stage.mesh, plan)
-        block.attention.heads //= stage.ranks
+        block.attention.heads //= stage.parts
+        if side == "torch fsdp":
+            fully_shard(block, mesh=stage.copies, reshard_after_forward=False)
+    if stage.order["data"] > 1 and side != "torch fsdp":
+        _pre_dp_module_transform(blocks)
+        settings = {"process_group": stage.copies.get_group(), "bucket_cap_mb": LARGE_MB}
+        return DistributedDataParallel(blocks, gradient_as_bucket_view=True, **settings)
     if sequence:
         return _Sequence(blocks, stage)
     return blocks
@@ -137,7 +154,7 @@ class _Sequence(nn.Module):
         self.blocks, self.stage = blocks, stage
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x.chunk(self.stage.ranks, 1)[self.stage.rank].contiguous())
+        return self.blocks(x.chunk(self.stage.parts, 1)[self.stage.part].contiguous())
 
 
 def build(stage: Stage, side: str) -> nn.Module:
@@ -149,7 +166,9 @@ def build(stage: Stage, side: str) -> nn.Module:
         plan = {name: row for name, row in GPT_PLAN.items() if name.startswith("block")}
         dimension = SEQUENCE_OF.get(side)
         sequence = {} if dimension is None else {"sequence_parallel": True, "sequence_dimension": dimension}
-        made = parallelize(blocks, plan, dist.group.WORLD, **sequence).module  # type: ignore[arg-type]
+        made = parallelize(blocks, plan, stage.mesh.get_group(), **sequence).module  # type: ignore[arg-type]
+        if stage.order["data"] > 1:
+            made = BucketedDDP(made, stage.copies.get_group(), bucket_size_mb=LARGE_MB)
     if side.endswith("compiled"):
         for block in blocks:
             block.compile(backend="eager" if stage.order["smoke"] else "inductor")
@@ -168,7 +187,7 @@ class Runner:
         """Return this rank's part of a tensor that blocks take or give."""
         if self.dimension is None:
             return x
-        return x.chunk(self.stage.ranks, self.dimension)[self.stage.rank].contiguous()
+        return x.chunk(self.stage.parts, self.dimension)[self.stage.part].contiguous()
 
     def step(self) -> Tensor:
         """Forward and backward."""
@@ -198,7 +217,7 @@ class Runner:
         of_norm = of_norm.full_tensor() if hasattr(of_norm, "full_tensor") else of_norm
         square = y.square().sum()
         if self.dimension is not None:
-            dist.all_reduce(square)
+            dist.all_reduce(square, group=self.stage.mesh.get_group())
         return [square.sqrt().item(), of_norm.float().norm().item()]
 
 
@@ -214,7 +233,7 @@ def ready(stage: Stage, side: str) -> Runner:
         torch.cuda.reset_peak_memory_stats()
         runner.step()
         torch.cuda.synchronize()
-        own = sum(each.numel() * each.element_size() for each in runner.model.parameters()) / stage.ranks
+        own = sum(each.numel() * each.element_size() for each in runner.model.parameters()) / stage.parts
         peak = torch.cuda.max_memory_allocated() - before + own
     for each in runner.model.parameters():
         each.grad = None
@@ -285,6 +304,7 @@ def main() -> int:
     parser = Options(__doc__, repeats=6)
     parser.add_argument("--sides", default=",".join(SIDES), help="of these, and: ours compiled, torch compiled")
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--data", type=int, default=1, help="copies of the split blocks")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
     parser.add_argument("--norm", default="layer", choices=("layer", "rms"))

@@ -16,12 +16,14 @@
     h          GPT 2.7b (context 128) trains in zero3: bytes held between two steps; reach 1.05 of the formula
     s-small    GPT small, 16 x 128 tokens a GPU: steps replayed from CUDA graphs beside eager ones; reach 4, 3 and 3 x
     x-xl       GPT xl on one GPU; reach 1.30 x
+    w-*        speed per GPU of bucketed, zero1, zero3 and fsdp beside one GPU's: reach 0.97; also --gpus 2 and 8
     p-*        pipelines, a stage or two a GPU, beside torch.distributed.pipelining: benchmarks/gpu_rows.py
 
     python benchmarks/gpu_throughput.py --rows e-medium,e-xl,e-xl-best,f-medium,f-xl --gpus 4 --minutes 15 --out FOLDER
     python benchmarks/gpu_throughput.py --rows g-zero1-medium,g-zero1-xl,g-zero3-medium,g-zero3-xl,h --gpus 4 \\
         --minutes 15 --out FOLDER
-    python benchmarks/gpu_throughput.py --rows p-1f1b-8,p-1f1b-16,p-zb,p-xl,p-memory --gpus 4 --minutes 9 --out FOLDER
+    python benchmarks/gpu_throughput.py --rows p-1f1b-8,p-1f1b-16,p-zb,p-xl,p-memory,p-2-copies --gpus 4 \\
+        --minutes 9 --out FOLDER
 
     python benchmarks/gpu_throughput.py --short --gpus 2 --repeats 4 --block-s 0.7 --minutes 9 --out FOLDER
 
@@ -85,6 +87,7 @@ def attempt(
         "smoke": args.smoke,
         "stock": row.stock,
         "microbatches": row.microbatches,
+        "copies": row.copies,
     }
     limit_s = min(row.limit_s, deadline_s - time.monotonic())
     result = {"row": name, "batch": batch, "gpus": args.gpus, "reach": row.reach, "said": [], "problem": ""}

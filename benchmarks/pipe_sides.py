@@ -5,8 +5,11 @@
 
 Where a kind wants two stages a rank, there are twice as many, each with half of the layers: always in PyTorch's
 interleaved ones and its zero bubble, in ours interleaved and zbv. Stages have as many blocks each; the first has the
-embedding too, the last norm and head. All sides begin with the same weights and leave the mean of the micro-batches'
-gradients; PyTorch's keeps no outputs, and its loss stays on the last rank, while ours tells it to all.
+embedding too, the last norm and head. With `copies` pipelines, ranks are numbered as in `pipe.mesh`, and gradients are
+averaged in buckets of 100 MB: ours in BucketedDDP during the last backward; PyTorch's in DistributedDataParallel, or
+("..., late"; always in its zero bubble, whose weight gradients call no hooks) by one all-reduce of all after the step.
+All sides begin with the same weights and leave the mean of the micro-batches' gradients; PyTorch's keeps no outputs,
+and its loss stays on the last rank, while ours tells it to all.
 """
 
 import itertools
@@ -22,6 +25,7 @@ from torch.nn import functional
 
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
+from muster.pipe.mesh import Mesh
 
 TORCH_KINDS = {  # PyTorch's class and its stages a rank
     "torch gpipe": ("ScheduleGPipe", 1),
@@ -30,6 +34,7 @@ TORCH_KINDS = {  # PyTorch's class and its stages a rank
     "torch zb": ("ScheduleInterleavedZeroBubble", 2),
     "torch zbv": ("ScheduleZBVZeroBubble", 2),
 }
+LARGE_MB = 100.0  # of a bucket
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb1p": 1, "zbv": 2}  # ours, stages a rank
 
 
@@ -105,20 +110,34 @@ class TorchSide:
     """PyTorch's schedule over its stages."""
 
     def __init__(
-        self, kind: str, layers: nn.Sequential, microbatches: int, *, device: torch.device | str = "cpu"
+        self,
+        kind: str,
+        layers: nn.Sequential,
+        microbatches: int,
+        *,
+        groups: Any = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         from torch.distributed import pipelining  # 2 s
+        from torch.nn.parallel import DistributedDataParallel
 
+        kind, _, late = kind.partition(", ")
         schedule, chunks = TORCH_KINDS[kind]
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        pipe = groups and groups.pipe
+        rank, ranks = dist.get_rank(pipe), dist.get_world_size(pipe)
         stages = ranks * chunks
         bounds = [*cut_evenly(layers, stages), len(layers)]
         # Zero bubble's second chunk goes back from the last rank to the first: a V.
         mine = [rank, stages - 1 - rank] if kind == "torch zbv" else list(range(rank, stages, ranks))
         self.parts = [layers[bounds[stage] : bounds[stage + 1]] for stage in mine]
+        self.averages = groups and (late or "zb" in kind) and groups.data
+        wrapped: Sequence[nn.Module] = self.parts
+        if groups and not self.averages:
+            settings = {"process_group": groups.data, "bucket_cap_mb": LARGE_MB, "gradient_as_bucket_view": True}
+            wrapped = [DistributedDataParallel(part, **settings) for part in self.parts]
         built = [
-            pipelining.PipelineStage(part, stage, stages, torch.device(device))
-            for part, stage in zip(self.parts, mine, strict=True)
+            pipelining.PipelineStage(part, stage, stages, torch.device(device), group=pipe)
+            for part, stage in zip(wrapped, mine, strict=True)
         ]
         make = getattr(pipelining, schedule, None) or getattr(pipelining.schedules, schedule)
         self.schedule = make(built if chunks > 1 else built[0], microbatches, loss_fn=mean_loss)
@@ -129,6 +148,10 @@ class TorchSide:
         losses: list[Tensor] = []
         target = {"target": targets, "losses": losses} if self.is_last else {}
         self.schedule.step(*((inputs,) if self.is_first else ()), return_outputs=False, **target)
+        if self.averages:
+            gradients = [each.grad for part in self.parts for each in part.parameters()]
+            dist.all_reduce_coalesced(gradients, group=self.averages)
+            torch._foreach_div_(gradients, float(dist.get_world_size(self.averages)))
         return torch.stack(losses).mean().detach() if self.is_last else None
 
     def modules(self) -> Sequence[nn.Module]:
@@ -144,12 +167,20 @@ class OurSide:
     """
 
     def __init__(
-        self, kind: str, layers: nn.Sequential, microbatches: int, sized: Sequence[int] | None = None, **settings: Any
+        self,
+        kind: str,
+        layers: nn.Sequential,
+        microbatches: int,
+        sized: Sequence[int] | None = None,
+        *,
+        groups: Any = None,
+        **settings: Any,
     ) -> None:
         from muster.pipe.schedules.tables import schedule
 
-        self.kind, self.microbatches, self.settings = kind, microbatches, settings
-        rank_of = schedule(kind, dist.get_world_size(), microbatches, chunks=CHUNKS[kind]).rank_of
+        self.kind, self.microbatches, self.settings, self.groups = kind, microbatches, settings, groups
+        self.ranks = dist.get_world_size(groups and groups.pipe)
+        rank_of = schedule(kind, self.ranks, microbatches, chunks=CHUNKS[kind]).rank_of
         self.cuts, costs = cut_evenly(layers, len(rank_of)), None
         if sized is not None:
             self.cuts, costs = cut_by_work(layers, sized, rank_of)
@@ -160,9 +191,18 @@ class OurSide:
         from muster.pipe.pipeline import Pipeline
         from muster.pipe.schedules.tables import schedule
 
-        chunks = CHUNKS[self.kind]
-        table = schedule(self.kind, dist.get_world_size(), self.microbatches, chunks=chunks, costs=costs)
-        return Pipeline(layers, table, loss=mean_loss, cuts=self.cuts, **self.settings)
+        table = schedule(self.kind, self.ranks, self.microbatches, chunks=CHUNKS[self.kind], costs=costs)
+        pipe = self.groups and self.groups.pipe
+        built = Pipeline(layers, table, loss=mean_loss, cuts=self.cuts, process_group=pipe, **self.settings)
+        if self.groups:  # as `jobs/train/parallel/stages.py` does
+            from muster.ddp import BucketedDDP
+            from muster.jobs.train.parallel.ready import ReadyGradients
+
+            self.wrapper = BucketedDDP(built.module, self.groups.data, bucket_size_mb=LARGE_MB)
+            self.ready = ReadyGradients(built, self.wrapper, ())
+            if built.graphs is not None:
+                built.graphs.ignores_hooks = True
+        return built
 
     def fit(self, layers: nn.Sequential, batches: Iterable[tuple[Tensor, Tensor]]) -> Any:
         """Make a zero bubble's table anew, for what its actions take in the shortest of some steps; a collective.
@@ -189,7 +229,13 @@ class OurSide:
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of a batch; return the mean loss."""
-        return self.pipeline.step(inputs, targets)
+        if not self.groups:
+            return self.pipeline.step(inputs, targets)
+        with self.wrapper.no_sync():
+            loss: Tensor = self.pipeline.step(inputs, targets)
+            self.ready.row_is_over()
+        self.wrapper.finish_gradient_synchronization()
+        return loss
 
     def modules(self) -> Sequence[nn.Module]:
         """List what this rank has."""
@@ -217,9 +263,11 @@ class LoopSide:
         return [self.layers]
 
 
-def side_of(kind: str, layers: nn.Sequential, microbatches: int, **settings: Any) -> Side:
+def side_of(kind: str, layers: nn.Sequential, microbatches: int, *, copies: int = 1, **settings: Any) -> Side:
     """Build a side; a collective."""
-    if kind in TORCH_KINDS:
+    if copies > 1:
+        settings["groups"] = Mesh(data=copies, pipe=dist.get_world_size() // copies).groups()
+    if kind.startswith("torch"):
         return TorchSide(kind, layers, microbatches, **settings)
     return OurSide(kind, layers, microbatches, **settings)
 
