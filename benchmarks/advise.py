@@ -8,7 +8,7 @@
     error       |predicted / measured - 1| of every measured split
 
     sudo .venv/bin/python benchmarks/advise.py --state DIR [--cases 2] [--limit-s 330] [--rounds 1] [--json FILE]
-    .venv/bin/python benchmarks/advise.py --state DIR --gpus 4 [--limit-s 330] [--smoke]       six cases, on GPUs
+    .venv/bin/python benchmarks/advise.py --state DIR --gpus 4 [--profile-gpus 2] [--limit-s 330] [--smoke]   six cases
 
 Results are kept in the folder given by --state, one file for each profile, advice and run, so that the script resumes
 where it stopped. It stops by itself after --limit-s seconds, with the table of what is measured so far. All cases take
@@ -118,6 +118,7 @@ class Work:
     gpus: int = 0
     smoke: bool = False
     splits: int = MOST
+    profiled: int = 0  # GPUs whose network is profiled, if not all
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -174,7 +175,8 @@ def profile(work: Work, rate: str, box: Box | None) -> Path:
     runs, bench = [], GPU_BENCH if work.gpus and not work.smoke else BENCH
     for nodes in (1,) if work.gpus else (NODES, 2):
         job = work.state / f"bench-{rate}-{nodes}.yaml"
-        job.write_text(json.dumps({"name": f"bench{nodes}", **work.ranks, "nodes": nodes, "bench": bench}))
+        ranks = {"ranks_per_node": work.profiled} if work.profiled else work.ranks
+        job.write_text(json.dumps({"name": f"bench{nodes}", **ranks, "nodes": nodes, "bench": bench}))
         folder = work.state / f"bench-{rate}-{nodes}"
         muster(work.state, "run", str(job), *work.hosts(box), "--runs", str(folder))
         runs.append(str(list_runs(folder)[0].path))
@@ -348,13 +350,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each split")
     parser.add_argument("--splits", type=int, help=f"most splits of a case; default {MOST}, on GPUs {MOST_ON_GPUS}")
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this host, and no box")
+    parser.add_argument(
+        "--profile-gpus", type=int, default=0, help="profile only so many of them, and predict the rest"
+    )
     parser.add_argument("--smoke", action="store_true", help="with --gpus: tiny models on the CPU, to see that it runs")
     parser.add_argument("--report", action="store_true", help="only print what is measured")
     args = parser.parse_args()
     args.state = args.state.resolve()
     args.state.mkdir(parents=True, exist_ok=True)
     until, splits = time.monotonic() + args.limit_s, args.splits or (MOST_ON_GPUS if args.gpus else MOST)
-    work = Work(args.state, until, args.steps, args.rounds, args.gpus, args.smoke, splits)
+    work = Work(args.state, until, args.steps, args.rounds, args.gpus, args.smoke, splits, args.profile_gpus)
     cases = [Case(rate, model, batch) for rate in RATES for batch in BATCHES for model in MODELS][: args.cases]
     if args.gpus:
         cases = [Case(GPU, model, batch) for model, batches in GPU_BATCHES.items() for batch in batches][: args.cases]

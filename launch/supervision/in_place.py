@@ -16,6 +16,7 @@ lives, nothing is lost. If a group is lost, or the state is divided over the ran
 checkpoint of which the memory of the living nodes has every shard. In all other cases the run restarts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -101,18 +102,23 @@ class Part:
 
 
 def of_whole_copies(living: Collection[int], split: Parallel) -> set[int]:
-    """Return the living ranks that together have as many copies of every part as of the rarest one."""
+    """Return the living ranks that together have as many copies of every part as of the rarest one.
+
+    Ranks of copies that have lost a rank are the last to be chosen, because such a copy often loses all of its ranks.
+    """
     size, alive = split.tensor, {*living}
     stages = [
-        [
-            first
-            for first in range(start, start + split.data * size, size)
-            if alive.issuperset(range(first, first + size))
-        ]
+        [copy for copy in range(split.data) if alive.issuperset(range(start + copy * size, start + copy * size + size))]
         for start in range(0, split.world_size, split.data * size)
-    ]  # the first ranks of complete stages
+    ]  # the copies in which each stage is complete
     copies = min(len(each) for each in stages)
-    return {first + tensor for each in stages for first in each[:copies] for tensor in range(size)}
+    complete = Counter(copy for each in stages for copy in each)
+    return {
+        (stage * split.data + copy) * size + tensor
+        for stage, each in enumerate(stages)
+        for copy in sorted(each, key=lambda copy: -complete[copy])[:copies]
+        for tensor in range(size)
+    }
 
 
 def regroup(

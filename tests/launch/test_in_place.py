@@ -544,3 +544,35 @@ def test_a_second_gpu_rank_is_lost_while_the_others_regroup(tmp_path: Path, unin
     assert [row["world_size"] for row in read_lines(live.run.attempts)][-1] == 4
     assert live.events("not_in_place") == []
     assert hashes(live.run.path) == uninterrupted(train)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize(
+    ("train", "memory"),
+    [
+        ({"mode": "bucketed"}, False),
+        ({"mode": "zero1", "cuda_graph": "auto"}, True),
+        (in_parts(pipe=2, microbatches=2), False),
+    ],
+    ids=["replicas", "zero1", "one of two pipelines"],
+)
+def test_two_of_four_gpu_ranks_are_lost_at_once(
+    tmp_path: Path, uninterrupted: Any, train: dict[str, Any], memory: bool
+) -> None:
+    train = {**ON_GPUS, **train}
+    live = LiveRun(tmp_path, job(train=train, checkpoint=MEMORY if memory else None))
+    before = pids(live, 0)
+    wait_copied(live, 15) if memory else wait_step(live, 20)
+    for rank in (0, 2):
+        os.kill(before[rank], signal.SIGKILL)
+    assert live.end() == 0, live.err
+    sizes = [row["world_size"] for row in read_lines(live.run.attempts)]
+    assert sizes[0] == sizes[-1] == 4
+    assert 2 in sizes
+    assert live.events("not_in_place") == []
+    if memory:
+        nothing_restarted(live, before)
+    else:
+        no_step_is_repeated(live)
+    if "parallel" not in train:  # with fewer pipelines, the order of the sums is another
+        assert hashes(live.run.path) == uninterrupted(train)

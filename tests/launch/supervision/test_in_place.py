@@ -69,9 +69,10 @@ SPLIT = Parallel(data=2, pipe=2)
     ("split", "living", "members"),
     [
         (SPLIT, {0, 2, 3}, {0, 2}),
+        (SPLIT, {0, 1, 3}, {1, 3}),  # rank 0 may be lost next, as its copy has lost rank 2
         (SPLIT, {1, 2}, {1, 2}),  # stages of different copies
         (SPLIT, {0, 1}, set()),  # no stage 1
-        (Parallel(data=3, pipe=2), {0, 2, 3, 4, 5}, {0, 2, 3, 4}),
+        (Parallel(data=3, pipe=2), {0, 2, 3, 4, 5}, {0, 2, 3, 5}),
         (Parallel(data=2, pipe=2, tensor=2), {0, 1, 3, 4, 5, 6, 7}, {0, 1, 4, 5}),
         (Parallel(data=2, pipe=1, tensor=2), {0, 3}, set()),  # no complete copy of the layers
         (Parallel(data=4), {1, 3}, {1, 3}),
