@@ -29,9 +29,9 @@ CEILINGS: Final = {  # {folder or what else is counted: (at most, unit)}; lines 
     "pipe": (8600, "lines"),
     "slurm": (1440, "lines"),
     "zero": (4300, "lines"),
-    "tests": (80450, "lines"),
-    "benchmarks": (12090, "lines"),
-    "README, DESIGN, docs": (43950, "words"),
+    "tests": (80480, "lines"),
+    "benchmarks": (12200, "lines"),
+    "README, DESIGN, docs": (44230, "words"),
     "job file": (169, "keys"),
     "site file": (35, "keys"),
 }
