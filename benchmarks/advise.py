@@ -118,7 +118,7 @@ class Work:
     gpus: int = 0
     smoke: bool = False
     splits: int = MOST
-    profiled: int = 0  # GPUs whose network is profiled, if not all
+    profiled: int = 0  # how many GPUs `muster bench` profiles; 0: all
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -350,9 +350,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each split")
     parser.add_argument("--splits", type=int, help=f"most splits of a case; default {MOST}, on GPUs {MOST_ON_GPUS}")
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this host, and no box")
-    parser.add_argument(
-        "--profile-gpus", type=int, default=0, help="profile only so many of them, and predict the rest"
-    )
+    parser.add_argument("--profile-gpus", type=int, default=0, help="profile so many of them (default: all)")
     parser.add_argument("--smoke", action="store_true", help="with --gpus: tiny models on the CPU, to see that it runs")
     parser.add_argument("--report", action="store_true", help="only print what is measured")
     args = parser.parse_args()

@@ -34,8 +34,8 @@ class Row:
     ceiling: bool = False
     limit_s: float = 300.0
     stock: bool = False  # True: the shape that a model's name alone stands for
-    microbatches: int = 0  # of a pipeline, whose `batches` are samples of a micro-batch on all its GPUs together
-    copies: int = 1  # pipelines beside each other
+    microbatches: int = 0  # of a step of a pipeline; its `batches` count the samples of one micro-batch
+    copies: int = 1  # of the pipeline; their gradients are averaged
     claims: tuple[tuple[str, str, float], ...] = ()  # beside `reach`: side, other side, times as fast
 
 
@@ -232,7 +232,7 @@ ROWS["x-xl"] = Row(
 
 
 def scaling(model: str, batch: int) -> Row:
-    """Return the row of the modes' speed per GPU beside that of one GPU."""
+    """Return a row that compares the speed per GPU of four modes with the speed of one GPU."""
     modes = ("zero1", "zero3", "fsdp")
     sides = (
         side("torch fsdp", "torch fsdp", **BLOCKS),

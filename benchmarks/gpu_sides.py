@@ -71,7 +71,7 @@ class Scene:
     smoke: bool = False
     stock: bool = False  # a GPT as a job file has it without a word on its shape
     microbatches: int = 0  # of a pipeline
-    copies: int = 1  # pipelines beside each other
+    copies: int = 1  # of the pipeline
 
     @property
     def is_gpt(self) -> bool:

@@ -10,10 +10,11 @@ Forward and backward of 32 blocks of width 2560, 8 sequences of 1024 tokens, bf1
 
     ours               pipe.tensor, our plan: one exchange, one product for query, key and value
     ours sequence      with sequence_parallel, along dimension 1; `ours batch`: along dimension 0
-    with --data 2: two copies, whose gradients are averaged in buckets of 100 MB: ours in BucketedDDP, PyTorch's in
-    DistributedDataParallel; `torch fsdp`: `torch` in fully_shard of every block instead, which stays whole in between
-
     ours compiled      each block compiled; `torch compiled` beside it, for what it is worth
+    torch fsdp         with --data 2: every block in fully_shard, and not resharded between forward and backward
+
+With --data 2 there are two copies. Their gradients are averaged in buckets of 100 MB, in BucketedDDP or
+DistributedDataParallel.
 
 All begin with the same weights, and their results are compared. Sides take turns, A B C C B A; a block of steps counts
 as its slowest rank does; a ratio is the median over turns.
@@ -33,6 +34,7 @@ import gpu_stage
 import torch
 import torch.distributed as dist
 from gpu_kernels import account, kernels_of, text_of
+from gpu_rows import LARGE_MB
 from gpu_throughput import cells_of, fastest, samples_of, times_as_fast
 from harness import Options, finish, table
 from ranks import hear, say
@@ -62,7 +64,6 @@ SIDES = ("torch", "torch each", "torch sequence", "ours", "ours sequence", "ours
 SIDES_OF_COPIES = ("torch", "torch each", "torch fsdp", "ours", "ours batch")
 HELD = "ours"  # whose fastest must reach
 REACH = 1.3
-LARGE_MB = 100.0  # of a bucket
 WITHIN = 0.02  # norms of results in bf16
 SEQUENCE_OF = {"ours sequence": 1, "ours batch": 0}
 

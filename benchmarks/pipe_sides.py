@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from gpu_rows import LARGE_MB
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +35,6 @@ TORCH_KINDS = {  # PyTorch's class and its stages a rank
     "torch zb": ("ScheduleInterleavedZeroBubble", 2),
     "torch zbv": ("ScheduleZBVZeroBubble", 2),
 }
-LARGE_MB = 100.0  # of a bucket
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb1p": 1, "zbv": 2}  # ours, stages a rank
 
 

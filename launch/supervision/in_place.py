@@ -102,15 +102,15 @@ class Part:
 
 
 def of_whole_copies(living: Collection[int], split: Parallel) -> set[int]:
-    """Return the living ranks that together have as many copies of every part as of the rarest one.
+    """Return living ranks that form whole copies: as many as ranks with the rarest part of the model live.
 
-    Ranks of copies that have lost a rank are the last to be chosen, because such a copy often loses all of its ranks.
+    Ranks of a copy that has lost a rank are chosen last, because it often loses all of its ranks.
     """
     size, alive = split.tensor, {*living}
     stages = [
         [copy for copy in range(split.data) if alive.issuperset(range(start + copy * size, start + copy * size + size))]
         for start in range(0, split.world_size, split.data * size)
-    ]  # the copies in which each stage is complete
+    ]  # for each stage, the copies of it whose ranks all live
     copies = min(len(each) for each in stages)
     complete = Counter(copy for each in stages for copy in each)
     return {

@@ -69,7 +69,7 @@ SPLIT = Parallel(data=2, pipe=2)
     ("split", "living", "members"),
     [
         (SPLIT, {0, 2, 3}, {0, 2}),
-        (SPLIT, {0, 1, 3}, {1, 3}),  # rank 0 may be lost next, as its copy has lost rank 2
+        (SPLIT, {0, 1, 3}, {1, 3}),  # the copy of rank 0 has lost rank 2, and may lose rank 0 next
         (SPLIT, {1, 2}, {1, 2}),  # stages of different copies
         (SPLIT, {0, 1}, set()),  # no stage 1
         (Parallel(data=3, pipe=2), {0, 2, 3, 4, 5}, {0, 2, 3, 5}),
