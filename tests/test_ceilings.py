@@ -31,7 +31,7 @@ CEILINGS: Final = {  # {folder or what else is counted: (at most, unit)}; lines 
     "zero": (4300, "lines"),
     "tests": (80480, "lines"),
     "benchmarks": (12200, "lines"),
-    "README, DESIGN, docs": (44230, "words"),
+    "README, DESIGN, docs": (44240, "words"),
     "job file": (169, "keys"),
     "site file": (35, "keys"),
 }
